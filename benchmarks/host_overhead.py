@@ -45,7 +45,7 @@ def measure(batch: int, waiting: int) -> dict:
     for i in range(batch + waiting):
         first = rng.randint(0, 100000)
         prompt = list(range(first, first + PROMPT_TOKENS))
-        scheduler.add(Sequence(i, prompt, params, BLOCK_SIZE, seed=i))
+        scheduler.add(Sequence(prompt, params, seed=i))
     bytes_each = (tracemalloc.get_traced_memory()[0] - before) / (batch + waiting)
     tracemalloc.stop()
 
@@ -61,7 +61,7 @@ def measure(batch: int, waiting: int) -> dict:
         marks.append(time.perf_counter())
         scheduler.advance(step)
         marks.append(time.perf_counter())
-        scheduler.postprocess(step, tokens[: len(step.seqs)])
+        scheduler.record(step, tokens[: len(step.seqs)])
         marks.append(time.perf_counter())
         if not step.is_prefill:
             decoded += 1

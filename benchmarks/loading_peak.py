@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from startup import make_checkpoint
 
-from nanovllm import LLM
-from nanovllm.engine.model_runner import ModelRunner
+from nanovllm import LLM, Config
+from nanovllm.engine.start import start
 
 GIB = 2**30
 
@@ -53,28 +53,28 @@ def main() -> None:
     parser.add_argument("--quantization")
     parser.add_argument("--device", default="auto")
     args = parser.parse_args()
-    load_weights = ModelRunner.load_weights
+    load_weights = start.load_weights
 
-    def measured(runner: ModelRunner) -> None:
-        weights = sum(parameter.nbytes for parameter in runner.model.parameters())
+    def measured(config: Config, model: torch.nn.Module, rank: int) -> None:
+        weights = sum(parameter.nbytes for parameter in model.parameters())
         begin = time.perf_counter()
-        if runner.device.type == "cuda":
+        if config.device == "cuda":
             before = torch.cuda.memory_allocated() - weights
             torch.cuda.reset_peak_memory_stats()
-            load_weights(runner)
+            load_weights(config, model, rank)
             peak = torch.cuda.max_memory_allocated() - before
         else:
             # Pages of weights that nothing was written to yet do not count.
-            for parameter in runner.model.parameters():
+            for parameter in model.parameters():
                 parameter.data.zero_()
             before = own_bytes() - weights
             with Peak() as most:
-                load_weights(runner)
+                load_weights(config, model, rank)
             peak = most.bytes - before
         seconds = time.perf_counter() - begin
         print(f"weights {weights / GIB:.3f} GiB, peak while loading {peak / GIB:.3f} GiB, {seconds:.1f} s", flush=True)
 
-    ModelRunner.load_weights = measured  # type: ignore[method-assign, assignment]
+    start.load_weights = measured
     with tempfile.TemporaryDirectory() as folder:
         make_checkpoint(args.model, Path(folder), 1)
         options: dict[str, Any] = {"max_model_len": 512, "max_num_batched_tokens": 512, "max_num_seqs": 4}

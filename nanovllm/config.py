@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
+PLAIN_ARCHITECTURE = "Qwen3ForCausalLM"  # that models/qwen3.py runs
 FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert and multiply e4m3
 CPU_KVCACHE_GIB = 2.0
 MAX_MIXED_STEP_ROWS = 1024  # Attention keeps tens of kilobytes of partial sums for one row.
@@ -71,6 +72,8 @@ class Config(EngineOptions):
         self._unwrap_numpy()
         self._check_values()
         self._resolve_model()
+        if self.plain:
+            self._check_plain()
         check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
@@ -126,7 +129,8 @@ class Config(EngineOptions):
         self._require("mixed_step_rows", rows is None or is_int(rows, 0, most), allowed)
         one_rank = not rows or self.tensor_parallel_size == 1
         self._require("mixed_step_rows", one_rank, f"0 or None with tensor_parallel_size={self.tensor_parallel_size}")
-        for name in ("enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init", "use_tqdm"):
+        flags = "enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init", "use_tqdm", "plain"
+        for name in flags:
             self._require(name, isinstance(getattr(self, name), bool), "True or False")
         is_config = self.hf_config is None or hasattr(self.hf_config, "max_position_embeddings")
         self._require("hf_config", is_config, "a transformers configuration, or None to read the model's")
@@ -195,6 +199,19 @@ class Config(EngineOptions):
         if self.hf_config is None:
             where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
         check_hf_config(self.hf_config, where)
+
+    def _check_plain(self) -> None:
+        """Raises ValueError for what the plain model does not do. It has the simple loop: no step overlaps another."""
+        names = getattr(self.hf_config, "architectures", None) or []
+        is_qwen3 = PLAIN_ARCHITECTURE in names[:1]
+        self._require("plain", is_qwen3, f"False for {', '.join(names) or 'this model'}: it runs {PLAIN_ARCHITECTURE}")
+        is_rounded = getattr(self.hf_config, "quantization_config", None) is not None
+        self._require("plain", not is_rounded, "False for a quantized checkpoint")
+        self._require("quantization", self.quantization is None, "None with plain=True")
+        self._require("kv_cache_dtype", self.kv_cache_dtype == "auto", "'auto' with plain=True")
+        self._require("speculation", self.speculation is None, "None with plain=True")
+        self._require("mixed_step_rows", not self.mixed_step_rows, "0 or None with plain=True")
+        self.overlap_steps = False
 
     def _download_config(self) -> str:
         try:

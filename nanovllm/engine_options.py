@@ -56,6 +56,7 @@ class EngineOptions:
         None, "tokens of a decode step that also computes prompts; 0: no such steps; by default where they pay"
     )
     overlap_steps: bool = _speed_option(True, "launch a step before the tokens of the previous one are read")
+    plain: bool = _speed_option(False, "run the plain Qwen3 and the simple loop, to compare with: models/qwen3.py")
     speculation: str | None = _speed_option(None, "try several tokens a step where text repeats itself", "suffix")
     max_speculative_tokens: int = _speed_option(7, "tokens that a step tries for a sequence, with speculation")
     seed: int | None = _option(None, "of requests without one")

@@ -1,14 +1,19 @@
-"""LLM: the class that users import; chat, stream, generate_iter and score."""
+"""LLM: the class that users import; chat, stream, generate_iter and score; weights that change, and sleep."""
 
 import math
 import os
+import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
+from itertools import chain
 from typing import Any, cast
 
+import torch
+
 from nanovllm.engine.engine_lock import Call
-from nanovllm.engine.llm_engine import LLMEngine
+from nanovllm.engine.llm_engine import BY_HAND, LLMEngine
+from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.requests.chat import (
     ChatRenderer,
     Conversation,
@@ -23,6 +28,7 @@ from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, pa
 from nanovllm.engine.requests.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
 from nanovllm.engine.requests.tool_calls import add_tool_calls
+from nanovllm.models.loader import TensorFacts, checked_tensors
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
@@ -269,6 +275,111 @@ class LLM(LLMEngine):
             }
             outputs = self.generate(whole, [params[len(ending)] for ending in endings], use_tqdm)
         return [_score(i, *pair) for i, pair in enumerate(zip(endings, outputs, strict=True))]
+
+    # -- requests by hand --------------------------------------------------------------------------------------------
+
+    def step_deltas(self) -> list[StreamDelta]:
+        """Compute one step, as `step` does, and return what it adds to each completion, as `stream` does. Requests may
+        be added and aborted between two steps, so that a server can use it. Raises as `step`."""
+        with self._lock.turn(BY_HAND):
+            finished, step = self._step_by_hand()
+            self._set_texts(finished)
+            return list(new_deltas(step.seqs, finished))
+
+    def abort_request(self, request_id: int | None = None) -> None:
+        """Drop an unfinished request with all its samples, or with None all requests. A request that has finished or
+        been aborted stays as it is.
+
+        A generate, stream or generate_iter returns what the request has so far, with finish_reason "abort"; `step` and
+        `step_deltas` do not return it. Call this between steps: from on_step, or from the loop that reads a stream.
+
+        Raises:
+            ValueError, TypeError: there has been no request with this id.
+            RuntimeError: another thread is inside a call.
+        """
+        with self._lock.no_other_thread("abort_request()"):
+            self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
+            aborted = self.scheduler.abort(None if request_id is None else [request_id])
+            now = time.perf_counter()
+            for seq in aborted:
+                seq.completion.finish_time = now
+            if self._lock.owner is not BY_HAND:
+                self._aborted += aborted
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
+        inside a call."""
+        with self._lock.no_other_thread("reset_prefix_cache()"):
+            reset_prefix_cache(self.scheduler.block_manager)
+
+    # -- weights that change, and memory that others need meanwhile ---------------------------------------------------
+
+    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Overwrite weights, such as those of a trainer after a step. CUDA graphs and kernels stay.
+
+        Args:
+            weights: pairs of a name in the checkpoint and a tensor, whole as in the checkpoint, on any device and of
+                any float dtype. They need not be all weights. An engine with weights in fp8 quantizes them.
+
+        Raises:
+            ValueError, TypeError: an unknown name, a wrong shape or dtype, or no such pairs. Nothing has changed then.
+            RuntimeError: requests are unfinished, another thread is inside a call, the engine sleeps at level 2, or it
+                has exited.
+
+        The prefix cache is cleared. After any other exception some weights may be new and some old: update them again.
+        """
+        with self._lock.turn(Call("update_weights()")):
+            if self._sleep_level == 2:
+                raise RuntimeError("update_weights(): the weights' memory has been given back: call wake_up() first")
+            tensors = checked_tensors(self.model_runner.model, weights)
+            with self._lock.step():
+                reset_prefix_cache(self.scheduler.block_manager)
+                facts = {name: TensorFacts(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
+                self.model_runner.call("update_weights", tensors, for_workers=(facts,))
+
+    def sleep(self, level: int = 1) -> None:
+        """Give GPU memory back until `wake_up`, such as to a trainer in the same process.
+
+        Args:
+            level: 1 gives back the KV cache and the CUDA graphs, 2 the weights too.
+
+        Raises ValueError for another level, and RuntimeError as update_weights does, or if the engine sleeps already.
+        The prefix cache is cleared.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level={quoted(level)}: must be 1 (the KV cache) or 2 (also the weights)")
+        with self._lock.turn(Call("sleep()")):
+            if self._sleep_level:
+                raise RuntimeError("sleep(): the engine sleeps already")
+            with self._lock.step():
+                reset_prefix_cache(self.scheduler.block_manager)
+                self._sleep_level = level
+                self.model_runner.call("sleep", level)
+
+    def wake_up(self) -> None:
+        """Take the memory again, and capture CUDA graphs again. After level 2 the weights are the checkpoint's. Does
+        nothing if the engine does not sleep.
+
+        Raises MemoryError if the memory is not free: the engine sleeps on then; and RuntimeError as update_weights.
+        """
+        with self._lock.turn(Call("wake_up()")):
+            if not self._sleep_level:
+                return
+            with self._lock.step():
+                self.model_runner.call("wake_up")
+                self._sleep_level = 0
+
+    # -- what the model says of itself ------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        """The model's transformers tokenizer. Raises ValueError with skip_tokenizer_init."""
+        if self.tokenizer is None:
+            raise ValueError("get_tokenizer(): there is no tokenizer, because skip_tokenizer_init is set")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json recommends. Raises ValueError if that cannot be used."""
+        return SamplingParams.from_generation_config(self.config.generation_config)
 
 
 def _score(index: int, token_ids: array, output: RequestOutput) -> Score:

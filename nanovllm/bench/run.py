@@ -164,7 +164,7 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
             "max_num_seqs": llm.config.max_num_seqs,
             "max_num_batched_tokens": llm.config.max_num_batched_tokens,
             "mixed_step_rows": llm.model_runner.mixed_step_rows,
-            "num_kvcache_blocks": llm.model_runner.num_kvcache_blocks,
+            "num_kvcache_blocks": llm.config.num_kvcache_blocks,
         },
         "host": {"cpus": os.cpu_count(), "python": platform.python_version(), "torch": torch.__version__},
         "packages": dict.fromkeys(PACKAGES) | installed_versions(*PACKAGES),

@@ -4,6 +4,7 @@ from collections.abc import Collection, Sized
 from typing import Literal
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_cache import hashes_scheduled, is_worth_waiting, num_findable_tokens
 from nanovllm.engine.sequence import Sequence
 
 # At most one block in RESERVED_SHARE is reserved for the running sequences. Twice the reserve has to be free before
@@ -42,25 +43,27 @@ class Admission:
             self._reserve(seq)
         self._is_open = len(manager.free_block_ids) >= 2 * self._num_reserved
 
-    def decide(self, seq: Sequence, budget: int, num_deferred: int) -> Literal["begin", "defer", "stop"]:
+    def decide(self, seq: Sequence, budget: int, num_deferred: int) -> int | Literal["defer", "stop"]:
         """What becomes of a waiting sequence without blocks, if the step can compute `budget` more tokens.
 
-        "defer": it waits for blocks that this step computes; others behind it may begin. "stop": no other begins.
+        A number: it begins, and shares so many blocks. "defer": it waits for blocks that this step computes; others
+        behind it may begin. "stop": no other begins.
         """
         if not self._is_open:
             return "stop"
-        if self._scheduled and self._manager.is_worth_waiting(seq, self._scheduled):
+        if self._scheduled and is_worth_waiting(self._manager, seq, self._scheduled):
             return "defer" if num_deferred < MAX_DEFERRED else "stop"
         # The first one has the whole budget, and passes. Most others need no look at the prefix cache.
-        may_be_cut = budget < min(self._min_chunk, len(seq.tokens))
-        if may_be_cut and budget < len(seq.tokens) - self._manager.num_findable_tokens(seq):
+        may_be_cut = budget < min(self._min_chunk, seq.num_tokens)
+        if may_be_cut and budget < seq.num_tokens - num_findable_tokens(self._manager, seq):
             return "stop"
-        return "begin" if self._manager.can_allocate(seq, self._num_reserved) else "stop"
+        num_shared = self._manager.can_allocate(seq, self._num_reserved)
+        return num_shared if num_shared >= 0 else "stop"
 
     def add_running(self, seq: Sequence) -> None:
         """Count a sequence whose prompt this step computes to its end."""
-        if len(seq.tokens) >= seq.block_size:  # A shorter prompt fills no block that others could share.
-            self._scheduled.update(dict.fromkeys(self._manager.hashes_scheduled(seq), seq))
+        if seq.num_tokens >= seq.block_size:  # A shorter prompt fills no block that others could share.
+            self._scheduled.update(dict.fromkeys(hashes_scheduled(self._manager, seq), seq))
         self._reserve(seq)
 
     def _reserve(self, seq: Sequence) -> None:
@@ -93,13 +96,13 @@ class MixedAdmission:
     def add_running(self, seq: Sequence) -> None:
         self._num_running += 1
         self._longest = max(self._longest, self._num_tokens_left(seq))
-        self._is_open &= seq.params.is_plain  # Other requests sample from logits, which mixed steps do not give.
+        self._is_open &= seq.is_plain  # Other requests sample from logits, which mixed steps do not give.
 
     def admits(self, seq: Sequence) -> bool:
         num_free = self._num_rows - self._num_running
         if not self._is_open or not self._num_running or num_free <= 0:
             return False
-        if not seq.params.is_plain or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
+        if not seq.is_plain or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
             return False
         num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free)
         return num_steps + self._num_tokens_left(seq) <= self._longest

@@ -1,12 +1,13 @@
 """What an engine would refuse, said without one: no weights are read, and no GPU is needed."""
 
+from copy import copy
 from typing import Any, cast
 
 from nanovllm.config import Config
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
-from nanovllm.engine.start.model_setup import check_backend
+from nanovllm.engine.start.build import check_backend
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams
 
@@ -25,8 +26,11 @@ class RequestChecker:
 
     def __init__(self, config: Config, num_kvcache_blocks: int | None = None):
         """num_kvcache_blocks: of the engine, if it is known. None: room for max_model_len."""
-        num_blocks = num_kvcache_blocks or -(-cast(int, config.max_model_len) // config.kvcache_block_size)
-        limit = LengthLimit(config, num_blocks)
+        config = copy(config)
+        config.num_kvcache_blocks = num_kvcache_blocks or -(
+            -cast(int, config.max_model_len) // config.kvcache_block_size
+        )
+        limit = LengthLimit(config)
         self.max_seq_len = limit.max_seq_len
         self._sequences = SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit)
 

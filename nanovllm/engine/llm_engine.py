@@ -6,8 +6,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import chain
+from operator import attrgetter
 from typing import Any, NoReturn
 
 import torch
@@ -15,30 +14,29 @@ from typing_extensions import Self
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
-from nanovllm.engine.places import Places
-from nanovllm.engine.ranks.executor import Executor
-from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, StreamDelta, engine_stats
+from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.ranks.ranks import Ranks
+from nanovllm.engine.ranks.workers import WorkerError, Workers
+from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.requests.request_order import longest_first
 from nanovllm.engine.requests.results import Results
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
-from nanovllm.engine.requests.streaming import new_deltas
 from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation.speculative_scheduler import SpeculativeScheduler
+from nanovllm.engine.start.schedulers import make_scheduler
 from nanovllm.engine.step import Step
-from nanovllm.models.loader import checked_tensors
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams, misplaced_option
-from nanovllm.utils.checks import quoted
+from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
 from nanovllm.utils.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_BY_HAND = Call("add_request() or step()")
+_IS_PLAIN = attrgetter("is_plain")
+BY_HAND = Call("add_request() or step()")
 
 
 class LLMEngine:
@@ -55,7 +53,8 @@ class LLMEngine:
     Attributes:
         config: the checked options.
         tokenizer: the model's transformers tokenizer; None with skip_tokenizer_init.
-        scheduler, executor, model_runner: what a step goes through.
+        scheduler, model_runner: what a step goes through.
+        ps, events: the processes of the other ranks, and what tells each of them of a call.
     """
 
     @takes_options_of(Config)
@@ -74,17 +73,14 @@ class LLMEngine:
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
-        self.executor = executor = Executor(config)
-        self.model_runner = executor.model_runner
-        self._check_workers = executor.check_workers if executor.workers else None
-        self._lock = EngineLock(executor.exit, self._is_busy, self._check_workers)
+        self._ranks = Workers(config) if config.tensor_parallel_size > 1 else Ranks()
+        self.model_runner = ModelRunner(config, 0, self._ranks)
+        self.ps, self.events = self._ranks.processes, self._ranks.events
+        self._check_workers = self._end_with_workers if self.ps else None
+        self._lock = EngineLock(self.model_runner.exit, self._is_busy, self._check_workers)
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
-        runner = self.model_runner
-        make_places = partial(Places, runner.num_slots) if runner.num_slots else None
-        args = config, runner.num_kvcache_blocks, runner.mixed_step_rows, make_places
-        times = runner.step_times
-        self.scheduler = Scheduler(*args) if times is None else SpeculativeScheduler(*args, step_times=times)
+        self.scheduler = make_scheduler(config, self.model_runner)
         self._sequences = SequenceMaker(config, self.tokenizer, self.scheduler.length_limit)
         self._num_steps = 0
         self._seconds = 0.0  # in _step
@@ -110,16 +106,6 @@ class LLMEngine:
         handler it returns at once, and the end of the step gives the memory back.
         """
         self._finalizer()
-
-    def get_tokenizer(self) -> Any:
-        """The model's transformers tokenizer. Raises ValueError with skip_tokenizer_init."""
-        if self.tokenizer is None:
-            raise ValueError("get_tokenizer(): there is no tokenizer, because skip_tokenizer_init is set")
-        return self.tokenizer
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json recommends. Raises ValueError if that cannot be used."""
-        return SamplingParams.from_generation_config(self.config.generation_config)
 
     # -- whole batches -----------------------------------------------------------------------------------------------
 
@@ -158,12 +144,7 @@ class LLMEngine:
         After an exception or Ctrl-C, the requests are dropped and the engine is usable.
         """
         with self._lock.turn(call := Call("generate()")):
-            if on_error not in ("raise", "return"):
-                raise ValueError(f"on_error={quoted(on_error)}: must be one of raise, return")
-            if on_step is not None and not callable(on_step):
-                raise TypeError(f"on_step={quoted(on_step)}: must be callable, or None")
-            if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
-                raise TypeError(f"use_tqdm={quoted(use_tqdm)}: must be True, False, or a function that makes a bar")
+            check_arguments(on_error, on_step, use_tqdm)
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
             with old_objects_set_aside():  # Thousands of new objects would make the collector look at all old ones.
@@ -197,8 +178,8 @@ class LLMEngine:
             self._watches_text = False
         now = time.perf_counter()
         for seq in seqs:
-            seq.arrival_time = now
-            self._watches_text |= seq.text_stream is not None
+            seq.completion.arrival_time = now
+            self._watches_text |= seq.completion.text_stream is not None
             self.scheduler.add(seq)
         return len(seqs)
 
@@ -206,7 +187,8 @@ class LLMEngine:
         detokenizer = self._sequences.detokenizer
         if detokenizer is not None:
             for seq in finished:
-                seq.text = detokenizer.text(seq) if seq.text_stream is None else seq.text_stream.finish(seq)
+                stream = seq.completion.text_stream
+                seq.completion.text = detokenizer.text(seq) if stream is None else stream.finish(seq)
 
     # -- one step ----------------------------------------------------------------------------------------------------
 
@@ -240,7 +222,11 @@ class LLMEngine:
     def _launch(self) -> Step:
         step = self.scheduler.schedule()
         self._num_steps += 1
-        self.executor.run(step)
+        if self.config.plain and all(map(_IS_PLAIN, step.seqs)):
+            step.tokens = torch.tensor(self.model_runner.call("run", *step))
+        else:
+            self.model_runner.prepare(step)
+            self.model_runner.call("launch", step)
         return step
 
     def _read(self, step: Step) -> list[Sequence]:
@@ -248,20 +234,21 @@ class LLMEngine:
         token_ids = step.wait(self._check_workers)
         if step.prompt_logprobs is not None:
             record_prompt_logprobs(step.prompt_logprobs, step.seqs)
-        finished = self.scheduler.postprocess(step, token_ids)
+        finished = self.scheduler.record(step, token_ids)
         if self._watches_text:
             finished += self._stop_at_texts(step.seqs)
         now = time.perf_counter()
         for seq in step.seqs[len(step.seqs) - step.num_prefilled :]:
-            if seq.first_token_time is None and len(seq.tokens) > seq.num_prompt_tokens:
-                seq.first_token_time = now
+            if seq.completion.first_token_time is None and seq.num_tokens > seq.num_prompt_tokens:
+                seq.completion.first_token_time = now
         for seq in finished:
-            seq.finish_time = now
+            seq.completion.finish_time = now
         return finished
 
     def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
         """End the sequences whose newest token completes a stop string. Returns those that had not ended anyway."""
-        stopped = [seq for seq in seqs if seq.text_stream is not None and seq.text_stream.read(seq)]
+        streams = [(seq, seq.completion.text_stream) for seq in seqs]
+        stopped = [seq for seq, stream in streams if stream is not None and stream.read(seq)]
         ended = [seq for seq in stopped if not seq.is_finished]
         self.scheduler.stop(ended)
         return ended
@@ -270,7 +257,7 @@ class LLMEngine:
         """Record the launched step, so that another can be scheduled. A step that waited for the tokens of the step
         before, as with a grammar, is sampled here: they have been read by now."""
         if step.waits_for_tokens:
-            self.executor.sample(step)
+            self.model_runner.call("sample", step, for_workers=())
         self.scheduler.advance(step)
         self._in_flight = step
 
@@ -296,11 +283,11 @@ class LLMEngine:
         Raises ValueError or TypeError as generate does, and RuntimeError after exit() or while a generate(), stream()
         or generate_iter() is under way.
         """
-        with self._lock.turn(_BY_HAND):
+        with self._lock.turn(BY_HAND):
             params = SamplingParams() if sampling_params is None else sampling_params
             seqs = self._sequences.make_one(prompt, params, streams)
-            self._queue(_BY_HAND, [seqs])
-            return seqs[0].request_id
+            self._queue(BY_HAND, [seqs])
+            return seqs[0].request.request_id
 
     def step(self) -> tuple[list[tuple[int, list[int]]], int]:
         """Compute one step.
@@ -316,104 +303,14 @@ class LLMEngine:
 
         Any other exception, from the model or from Ctrl-C, drops all requests and leaves the engine usable.
         """
-        with self._lock.turn(_BY_HAND):
+        with self._lock.turn(BY_HAND):
             finished, step = self._step_by_hand()
-        return [(seq.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
-
-    def step_deltas(self) -> list[StreamDelta]:
-        """Compute one step, as `step` does, and return what it adds to each completion, as `stream` does. Requests may
-        be added and aborted between two steps, so that a server can use it. Raises as `step`."""
-        with self._lock.turn(_BY_HAND):
-            finished, step = self._step_by_hand()
-            self._set_texts(finished)
-            return list(new_deltas(step.seqs, finished))
+        return [(seq.request.request_id, seq.completion_token_ids) for seq in finished], step.num_tokens
 
     def _step_by_hand(self) -> tuple[list[Sequence], Step]:
         if self.is_finished():
             raise RuntimeError("step() with no request queued: call add_request() first")
         return self._step()
-
-    def abort_request(self, request_id: int | None = None) -> None:
-        """Drop an unfinished request with all its samples, or with None all requests. A request that has finished or
-        been aborted stays as it is.
-
-        A generate, stream or generate_iter returns what the request has so far, with finish_reason "abort"; `step` and
-        `step_deltas` do not return it. Call this between steps: from on_step, or from the loop that reads a stream.
-
-        Raises:
-            ValueError, TypeError: there has been no request with this id.
-            RuntimeError: another thread is inside a call.
-        """
-        with self._lock.no_other_thread("abort_request()"):
-            self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
-            aborted = self.scheduler.abort(None if request_id is None else [request_id])
-            now = time.perf_counter()
-            for seq in aborted:
-                seq.finish_time = now
-            if self._lock.owner is not _BY_HAND:
-                self._aborted += aborted
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
-        inside a call."""
-        with self._lock.no_other_thread("reset_prefix_cache()"):
-            self.scheduler.block_manager.reset_prefix_cache()
-
-    # -- weights that change, and memory that others need meanwhile ---------------------------------------------------
-
-    def update_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite weights, such as those of a trainer after a step. CUDA graphs and kernels stay.
-
-        Args:
-            weights: pairs of a name in the checkpoint and a tensor, whole as in the checkpoint, on any device and of
-                any float dtype. They need not be all weights. An engine with weights in fp8 quantizes them.
-
-        Raises:
-            ValueError, TypeError: an unknown name, a wrong shape or dtype, or no such pairs. Nothing has changed then.
-            RuntimeError: requests are unfinished, another thread is inside a call, the engine sleeps at level 2, or it
-                has exited.
-
-        The prefix cache is cleared. After any other exception some weights may be new and some old: update them again.
-        """
-        with self._lock.turn(Call("update_weights()")):
-            if self._sleep_level == 2:
-                raise RuntimeError("update_weights(): the weights' memory has been given back: call wake_up() first")
-            tensors = checked_tensors(self.model_runner.model, weights)
-            with self._lock.step():
-                self.scheduler.block_manager.reset_prefix_cache()
-                self.executor.update_weights(tensors)
-
-    def sleep(self, level: int = 1) -> None:
-        """Give GPU memory back until `wake_up`, such as to a trainer in the same process.
-
-        Args:
-            level: 1 gives back the KV cache and the CUDA graphs, 2 the weights too.
-
-        Raises ValueError for another level, and RuntimeError as update_weights does, or if the engine sleeps already.
-        The prefix cache is cleared.
-        """
-        if level not in (1, 2):
-            raise ValueError(f"level={quoted(level)}: must be 1 (the KV cache) or 2 (also the weights)")
-        with self._lock.turn(Call("sleep()")):
-            if self._sleep_level:
-                raise RuntimeError("sleep(): the engine sleeps already")
-            with self._lock.step():
-                self.scheduler.block_manager.reset_prefix_cache()
-                self._sleep_level = level
-                self.executor.call("sleep", level)
-
-    def wake_up(self) -> None:
-        """Take the memory again, and capture CUDA graphs again. After level 2 the weights are the checkpoint's. Does
-        nothing if the engine does not sleep.
-
-        Raises MemoryError if the memory is not free: the engine sleeps on then; and RuntimeError as update_weights.
-        """
-        with self._lock.turn(Call("wake_up()")):
-            if not self._sleep_level:
-                return
-            with self._lock.step():
-                self.executor.call("wake_up")
-                self._sleep_level = 0
 
     def is_finished(self) -> bool:
         """Whether no request is left to work on."""
@@ -442,6 +339,13 @@ class LLMEngine:
         """Whether requests are unfinished, or finished ones not returned."""
         return bool(self._in_flight or self._aborted or self.scheduler.waiting or self.scheduler.running)
 
+    def _end_with_workers(self) -> None:
+        """Raises WorkerError, and ends this engine, if a worker has died or failed."""
+        try:
+            self._ranks.check()
+        except WorkerError as error:
+            self._ranks.end_after(error, self.model_runner.give_back)
+
     def _drop(self, call: Call, drop: Callable[[], object]) -> None:
         """Drop all sequences, unless another call has begun: a stream may be closed late, and in any thread."""
         with self._lock.if_owner(call) as is_owner:
@@ -451,3 +355,12 @@ class LLMEngine:
     def _drop_all(self, drop: Callable[[], object]) -> None:
         drop()
         self._in_flight, self._aborted = None, []
+
+
+def check_arguments(on_error: str, on_step: object, use_tqdm: object) -> None:
+    """Raises ValueError or TypeError for wrong arguments of generate()."""
+    require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
+    if on_step is not None and not callable(on_step):
+        raise TypeError(f"on_step={quoted(on_step)}: must be callable, or None")
+    if not isinstance(use_tqdm, bool) and not callable(use_tqdm):
+        raise TypeError(f"use_tqdm={quoted(use_tqdm)}: must be True, False, or a function that makes a bar")

@@ -4,9 +4,19 @@ import math
 from collections import OrderedDict
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.linear_attention.gated_delta import CHUNK
+
+
+class Manager(Protocol):
+    """What is read of a BlockManager."""
+
+    block_size: int
+    blocks: list
+
+    def known_blocks(self, seq: Sequence) -> list[int]: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -70,6 +80,32 @@ class Places:
     @property
     def num_snapshots(self) -> int:
         return len(self._snapshots)
+
+    # -- what a BlockManager calls -----------------------------------------------------------------------------------
+
+    def begin(self, seq: Sequence, manager: Manager, shared: list[int]) -> None:
+        """Give a sequence a place with its blocks. shared: ids of the blocks that it need not compute."""
+        num_known = len(manager.known_blocks(seq)) * manager.block_size
+        content_id = manager.blocks[shared[-1]].content_id if shared else 0
+        seq.place = self.allocate(len(shared) * manager.block_size, content_id, num_known)
+
+    def end(self, seq: Sequence) -> None:
+        """Take it back, if there is one."""
+        if seq.place is not None:
+            self.deallocate(seq.place)
+            seq.place = None
+
+    def reusable(self, manager: Manager, block_ids: list[int]) -> list[int]:
+        """Those of a sequence's known blocks that it need not compute: up to the last one whose state is known."""
+        return block_ids[: self.num_reusable_blocks([manager.blocks[i].content_id for i in block_ids])]
+
+    def keep(self, seq: Sequence, manager: Manager) -> None:
+        """`keep_snapshot`, if the step that has been launched writes one of this sequence."""
+        if seq.place is not None and seq.place.snapshot >= 0:
+            last = seq.block_table[seq.place.snapshot_end // manager.block_size - 1]
+            self.keep_snapshot(seq.place, manager.blocks[last].content_id)
+
+    # -- slots -------------------------------------------------------------------------------------------------------
 
     def begin_step(self, takes_snapshots: bool) -> None:
         """The step before has been launched, so what it reads may be overwritten. takes_snapshots: whether this one is
@@ -159,7 +195,7 @@ class Places:
             return
         if place.num_known > place.num_reused == 0 and self.request_snapshot(seq, 0, place.num_known):
             return
-        self.request_snapshot(seq, 0, len(seq.tokens) - 1)
+        self.request_snapshot(seq, 0, seq.num_tokens - 1)
 
     def keep_snapshot(self, place: Place, content_id: int) -> None:
         """Let others begin with the snapshot that a launched step writes. content_id: of its last block."""
@@ -187,3 +223,40 @@ class Places:
         unread = (content_id for content_id, slot in self._snapshots.items() if slot not in self._sources)
         content_id = next(unread, None)
         return -1 if content_id is None else self._snapshots.pop(content_id)
+
+
+class NoPlaces(Places):
+    """Of a model without such stores: there is always room, and nothing to keep."""
+
+    def __init__(self) -> None:
+        super().__init__(0, chunk=0)
+
+    def begin_step(self, takes_snapshots: bool) -> None:
+        pass
+
+    def can_allocate(self) -> bool:
+        return True
+
+    def begin(self, seq: Sequence, manager: Manager, shared: list[int]) -> None:
+        pass
+
+    def reusable(self, manager: Manager, block_ids: list[int]) -> list[int]:
+        return block_ids
+
+    def keep(self, seq: Sequence, manager: Manager) -> None:
+        pass
+
+    def lend(self, place: Place, count: int) -> int:
+        return count
+
+    def commit(self, place: Place, num_accepted: int) -> None:
+        pass
+
+    def align_chunk(self, seq: Sequence) -> None:
+        pass
+
+    def forget(self, content_id: int) -> None:
+        pass
+
+
+NO_PLACES = NoPlaces()

@@ -1,27 +1,23 @@
 """Scheduler: which sequences the next step computes, and what its tokens mean for them."""
 
-import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
+from typing import Any
 
-from nanovllm.config import Config
 from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.places import Places
+from nanovllm.engine.ends import end_token_ids, note_end_token, note_failure
+from nanovllm.engine.places import NO_PLACES, Places
+from nanovllm.engine.prefix_cache import forget_blocks, request_usual_snapshots
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
 from nanovllm.kernels.sampling.sampler import NON_FINITE
 
-logger = logging.getLogger(__name__)
-
 # No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The next step would
 # continue it from the cache, which makes attention slower for all sequences of that step.
 MIN_CHUNK_SHARE = 8
-
-_NO_TOKEN = frozenset({NON_FINITE})  # It ends every sequence, so that postprocess finds it at no extra cost.
 
 
 class Scheduler:
@@ -31,10 +27,10 @@ class Scheduler:
     rows of a decode step instead. When the cache is full, the sequence that began last is preempted.
 
     Args:
-        config: the engine's options.
-        num_kvcache_blocks: blocks that were allocated.
+        config: an engine's Config, whose num_kvcache_blocks ModelRunner has set; or anything with max_num_seqs,
+            max_num_batched_tokens, kvcache_block_size, num_kvcache_blocks and eos, a token or several.
         mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
-        make_places: what makes the `Places` in the model's stores beside the KV cache; None without such stores.
+        make_places: what makes the `Places` in the model's stores beside the KV cache, if there are any.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -44,33 +40,26 @@ class Scheduler:
         awaits_tokens: nothing may be scheduled before the tokens of the step in flight are known.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        num_kvcache_blocks: int,
-        mixed_step_rows: int = 0,
-        make_places: Callable[[], Places] | None = None,
-    ):
-        self.max_num_seqs = config.max_num_seqs
-        self.max_num_batched_tokens = config.max_num_batched_tokens
+    def __init__(self, config: Any, mixed_step_rows: int = 0, make_places: Callable[[], Places] = lambda: NO_PLACES):
+        self.max_num_seqs: int = config.max_num_seqs
+        self.max_num_batched_tokens: int = config.max_num_batched_tokens
+        self.eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)
+        self.block_size: int = config.kvcache_block_size
         self.mixed_step_rows = mixed_step_rows
-        self.length_limit = LengthLimit(config, num_kvcache_blocks)
+        self.length_limit = LengthLimit(config)
         self.max_seq_len = self.length_limit.max_seq_len
-        self.eos = frozenset(config.eos)
-        self._ends = self.eos | _NO_TOKEN
         self.num_preemptions = self.num_prompt_tokens = self.num_generated_tokens = 0
         self.num_prefix_queries = self.num_prefix_hits = 0
         self.num_proposed_tokens = self.num_accepted_tokens = 0  # with speculation
-        self._has_warned = False
-        cache = num_kvcache_blocks, config.kvcache_block_size, config.enable_prefix_caching
-        self._make_block_manager = partial(BlockManager, *cache)
+        self._has_failed = False  # a sequence, because the sampler found no token
+        is_sharing = getattr(config, "enable_prefix_caching", True)
+        self._cache = config.num_kvcache_blocks, config.kvcache_block_size, is_sharing
         self._make_places = make_places
         self.reset()
 
     def reset(self) -> None:
         """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
-        places = None if self._make_places is None else self._make_places()
-        self.block_manager = self._make_block_manager(places=places)
+        self.block_manager = BlockManager(*self._cache, self._make_places())
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`
@@ -83,12 +72,11 @@ class Scheduler:
 
     def add(self, seq: Sequence) -> None:
         """Queue a sequence. Raises ValueError if it is too long."""
-        if len(seq.tokens) >= self.max_seq_len:
-            self.length_limit.check(len(seq.tokens))
-        stop = seq.params.stop_token_ids
-        # A complete form is followed by nothing else.
-        ends = _NO_TOKEN if seq.params.ignore_eos and seq.params.structured_outputs is None else self._ends
-        seq.end_token_ids = ends.union(stop) if stop else ends
+        if seq.num_tokens >= self.max_seq_len:
+            self.length_limit.check(seq.num_tokens)
+        seq.block_size = self.block_size
+        if not seq.request.end_token_ids:  # else another sample of the request was here
+            seq.request.end_token_ids = end_token_ids(seq, self.eos)
         self.waiting.append(seq)
 
     def schedule(self) -> Step:
@@ -107,8 +95,7 @@ class Scheduler:
             if seqs:
                 return Step(seqs, True, len(seqs), sum(seq.num_scheduled_tokens for seq in seqs))
         num_preemptions = self.num_preemptions
-        seqs = self._schedule_decode()
-        prompts: list[Sequence] = []
+        seqs, prompts = self._schedule_decode(), list[Sequence]()
         # Nothing begins in the step that preempts: the cache is full, and the victim's last token may still be pending.
         if mixed is not None and self.num_preemptions == num_preemptions:
             prompts = self._schedule_prefill(self.mixed_step_rows - len(seqs), mixed)
@@ -116,12 +103,10 @@ class Scheduler:
 
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
-        min_chunk = 0 if mixed else budget // MIN_CHUNK_SHARE
         places = self.block_manager.places
-        if places is not None:
-            places.begin_step(takes_snapshots=mixed is None)
-            if not mixed:  # A shorter chunk would end where no state can be kept.
-                min_chunk = min(max(min_chunk, places.chunk), budget)
+        places.begin_step(takes_snapshots=mixed is None)
+        # A chunk shorter than that of places would end where no state can be kept.
+        min_chunk = 0 if mixed else min(max(budget // MIN_CHUNK_SHARE, places.chunk), budget)
         admission = Admission(self.block_manager, self.running, self.max_num_seqs, self.max_seq_len, min_chunk)
         seqs: list[Sequence] = []
         deferred: list[Sequence] = []
@@ -130,23 +115,19 @@ class Scheduler:
             if not seq.block_table:  # A prompt that goes on after a chunk has all of its blocks already.
                 if mixed and not mixed.admits(seq):
                     break
-                decision = admission.decide(seq, budget, len(deferred))
-                if decision == "stop":
+                num_shared = admission.decide(seq, budget, len(deferred))
+                if num_shared == "stop":
                     break
-                if decision == "defer":
+                if num_shared == "defer":
                     deferred.append(self.waiting.popleft())
                     continue
-                is_new = seq.num_shared_tokens < 0
-                self.block_manager.allocate(seq)
-                if is_new:
-                    self._count_prompt(seq)
+                self._begin(seq, num_shared)
             seqs.append(self.waiting.popleft())
-            num_left = len(seq.tokens) - seq.num_cached_tokens
+            num_left = seq.num_tokens - seq.num_cached_tokens
             seq.num_scheduled_tokens = min(num_left, budget)
             budget -= seq.num_scheduled_tokens
             if seq.num_scheduled_tokens < num_left:
-                if places is not None:
-                    places.align_chunk(seq)
+                places.align_chunk(seq)
                 # A chunk, which ends the budget. The sequence keeps its blocks, so it goes to the very head of the
                 # queue: behind a sequence that finds no free block it would wait for ever.
                 deferred.insert(0, seq)
@@ -157,25 +138,27 @@ class Scheduler:
             if mixed:
                 mixed.add_running(seq)
         self.waiting.extendleft(reversed(deferred))
-        if places is not None:
-            self.block_manager.request_usual_snapshots(seqs)
+        request_usual_snapshots(self.block_manager, seqs)
         return seqs
 
-    def _count_prompt(self, seq: Sequence) -> None:
-        """Note that a sequence has begun."""
-        seq.scheduled_time = time.perf_counter()
-        self.num_prompt_tokens += seq.num_prompt_tokens
-        if self.block_manager.enable_prefix_caching and seq.first_needed_logits > 0:
-            self.num_prefix_queries += seq.num_prompt_tokens
-            self.num_prefix_hits += seq.num_shared_tokens
+    def _begin(self, seq: Sequence, num_shared: int) -> None:
+        """Allocate, and count the prompt if it is the sequence's first time."""
+        is_new = seq.completion.num_shared_tokens < 0
+        self.block_manager.allocate(seq, num_shared)
+        if is_new:
+            seq.completion.scheduled_time = time.perf_counter()
+            self.num_prompt_tokens += seq.num_prompt_tokens
+            if self.block_manager.enable_prefix_caching and seq.completion.first_needed_logits > 0:
+                self.num_prefix_queries += seq.num_prompt_tokens
+                self.num_prefix_hits += seq.num_cached_tokens
 
     def _schedule_decode(self) -> list[Sequence]:
         seqs: list[Sequence] = []
-        block_size = self.block_manager.block_size
+        block_size = self.block_size
         while self.running and len(seqs) < self.max_num_seqs:
             seq = self.running.popleft()
             # The common case needs no call: between two steps, this loop runs over up to 512 sequences.
-            if len(seq.tokens) > len(seq.block_table) * block_size and not self._make_room(seq):
+            if seq.num_tokens > len(seq.block_table) * block_size and not self._make_room(seq):
                 continue
             seq.num_scheduled_tokens = 1
             seqs.append(seq)
@@ -201,11 +184,25 @@ class Scheduler:
         """Take the blocks of a sequence that is in no queue, and queue it to be prefilled again with its completion."""
         self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
-        seq.is_prefilling = True
+        seq.is_prefill = True
         self.block_manager.deallocate(seq)
         self.waiting.appendleft(seq)
 
     # -- after a step ----------------------------------------------------------------------------------------------
+
+    def postprocess(self, seqs: list[Sequence], token_ids: list[int], is_prefill: bool) -> list[Sequence]:
+        """Record a step that was computed by hand, from schedule to its tokens, with no other step in between.
+
+        Args:
+            seqs, is_prefill: what schedule() returned.
+            token_ids: one for each sequence. Those of prefills that go on are ignored.
+
+        Returns:
+            The sequences that finished.
+        """
+        step = Step(seqs, is_prefill)
+        self.advance(step)
+        return self.record(step, token_ids)
 
     def advance(self, step: Step) -> None:
         """Record a launched step before its tokens are known, so that the next one can be scheduled: register full
@@ -213,26 +210,26 @@ class Scheduler:
 
         The step may still read blocks that are freed here. Their next owner writes to them in a later step, after it.
         """
-        block_size, max_seq_len = self.block_manager.block_size, self.max_seq_len
+        block_size, max_seq_len = self.block_size, self.max_seq_len
         for row, seq in enumerate(step.seqs):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # A token of the step before ended it after this step was launched.
-            before = seq.num_cached_tokens
-            seq.num_cached_tokens = after = before + seq.num_scheduled_tokens
-            seq.num_scheduled_tokens = 0
+            before, num_tokens = seq.num_cached_tokens, seq.num_tokens
+            after = before + seq.num_scheduled_tokens
             if before // block_size != after // block_size:
-                self.block_manager.hash_blocks(seq, before)
-            num_tokens = len(seq.tokens)
+                self.block_manager.hash_blocks(seq)
+            seq.num_cached_tokens = after
+            seq.num_scheduled_tokens = 0
             if after < num_tokens:
                 continue
-            seq.is_prefilling = False
+            seq.is_prefill = False
             seq.append_pending(row)
             if num_tokens >= min(seq.num_prompt_tokens + seq.max_tokens, max_seq_len) - 1:
                 self._end(seq, "length")
         if self._has_finished:
             self._drop_finished()
 
-    def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
+    def record(self, step: Step, token_ids: list[int]) -> list[Sequence]:
         """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. A step
         that was launched meanwhile still computes a token for such a sequence, which is ignored later.
 
@@ -251,14 +248,14 @@ class Scheduler:
             if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
                 num_ignored += 1
                 continue
-            is_end = token_id in seq.end_token_ids
+            is_end = token_id in seq.request.end_token_ids
             if is_end and token_id == NON_FINITE:
                 self._fail(seq)
                 num_ignored += 1
             else:
                 seq.resolve_pending(token_id)
-                if logprobs is not None and seq.logprobs is not None and row in logprobs:
-                    seq.logprobs.append(logprobs[row])
+                if logprobs is not None and seq.completion.logprobs is not None and row in logprobs:
+                    seq.completion.logprobs.append(logprobs[row])
                 if is_end:
                     self._end_at(seq, token_id)
             if seq.status is SequenceStatus.FINISHED:
@@ -269,7 +266,7 @@ class Scheduler:
         return finished
 
     def stop(self, seqs: list[Sequence]) -> None:
-        """End sequences whose text has reached a stop string, at the token that postprocess() has just recorded."""
+        """End sequences whose text has reached a stop string, at the token that has just been recorded."""
         for seq in seqs:
             self._end(seq, "stop")
         self._drop_finished()
@@ -277,7 +274,7 @@ class Scheduler:
     def abort(self, request_ids: Iterable[int] | None = None) -> list[Sequence]:
         """Drop the sequences of these requests, or all, and return them. A token in flight is dropped as well."""
         ids = None if request_ids is None else set(request_ids)
-        aborted = [seq for seq in (*self.waiting, *self.running) if ids is None or seq.request_id in ids]
+        aborted = [seq for seq in (*self.waiting, *self.running) if ids is None or seq.request.request_id in ids]
         for seq in aborted:
             seq.drop_pending()
             self._end(seq, "abort")
@@ -289,35 +286,21 @@ class Scheduler:
         seq.drop_pending()
         if not seq.is_finished:
             self._end(seq, "error")
-        seq.finish_reason, seq.stop_reason = "error", None
-        if seq.error is not None:  # Masks left no token.
-            return
-        seq.error = (
-            f"the model's logits for the token at position {seq.num_tokens} hold NaN or infinity: its weights are "
-            "damaged, or overflow in this dtype; check the checkpoint's files, or try dtype='float32'"
-        )
-        self.block_manager.forget_blocks(seq)  # Their keys and values are likely to be NaN too.
-        if not self._has_warned:
-            self._has_warned = True
-            logger.warning("request %d: %s (results say so; this is logged once)", seq.request_id, seq.error)
+        if note_failure(seq, is_first=not self._has_failed):
+            self._has_failed = True
+            forget_blocks(self.block_manager, seq)
 
     def _end_at(self, seq: Sequence, token_id: int) -> None:
-        """End a sequence at one of its end_token_ids."""
-        is_eos = token_id in self.eos and (not seq.params.ignore_eos or seq.params.structured_outputs is not None)
         if not seq.is_finished:  # Its length may have ended it before.
             self._end(seq, "stop")
-        seq.finish_reason = "stop"
-        if token_id in seq.stop_tokens:
-            seq.stop_reason = seq.stop_tokens[token_id]
-        elif not is_eos:
-            seq.stop_reason = token_id
+        note_end_token(seq, token_id, self.eos)
 
     def _end(self, seq: Sequence, finish_reason: str) -> None:
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.finish_reason = finish_reason
-        seq.grammar = None  # It takes more memory than the tokens, and results wait for the whole batch.
+        seq.completion.finish_reason = finish_reason
+        seq.completion.grammar = None  # It takes more memory than the tokens, and results wait for the whole batch.
         self.block_manager.deallocate(seq)
         self._has_finished = True
 

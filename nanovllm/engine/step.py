@@ -1,4 +1,4 @@
-"""Step: one forward pass, from `Scheduler.schedule` to `Scheduler.postprocess`."""
+"""Step: one forward pass, from `Scheduler.schedule` to `Scheduler.record`."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanovllm.engine.runner.cuda_graphs import StepKind
 from nanovllm.engine.sequence import Sequence
 
 _POLL_SECONDS = 50e-6
@@ -17,7 +18,7 @@ _POLL_SECONDS = 50e-6
 class Step:
     """What a forward pass computes, its inputs, and what comes of it.
 
-    The scheduler fills the first group, `ModelRunner.prepare` the second, `ModelRunner.run` and `sample` the last. A
+    The scheduler fills the first group, `ModelRunner.prepare` the second, `ModelRunner.launch` and `sample` the last. A
     worker gets it pickled, without the sequences. It unpacks into (seqs, is_prefill), as in nano-vLLM.
     """
 
@@ -66,8 +67,9 @@ class Step:
         return vars(self) | {"seqs": [], "proposals": [], "rows": [], "buffer": -1}
 
     @property
-    def is_mixed(self) -> bool:
-        return not self.is_prefill and self.num_prefilled > 0
+    def kind(self) -> StepKind:
+        """Of a decode step."""
+        return StepKind(self.num_prefilled > 0, self.shares_reads)
 
     def wait(self, check_workers: Callable[[], None] | None = None) -> list[int]:
         """The sampled tokens, once the device has computed them. check_workers: with several ranks, raises if one of

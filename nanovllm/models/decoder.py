@@ -338,7 +338,18 @@ class DecoderForCausalLM(nn.Module, ABC):
         Context.last_tokens or num_sampled selects."""
         return self.model(input_ids, positions)
 
-    def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    # What an engine calls. The plain Qwen3, whose forward gives all tokens' hidden states, has the same methods
+    # (`models.plain`).
+
+    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """forward, of those rows that tokens are sampled from, or are followed by."""
+        return self.model(input_ids, positions)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size], on all ranks."""
+        return self.gather_logits(self.shard_logits(hidden_states))
+
+    def shard_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary. out: as for
         `ParallelLMHead`."""
         logits = self.lm_head(hidden_states, out)
@@ -347,7 +358,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         return logits
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
+        """The results of shard_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
         return self.lm_head.gather(logits)
 
     def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:

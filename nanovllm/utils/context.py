@@ -53,6 +53,7 @@ _context: ContextVar[Context] = ContextVar("nanovllm_context", default=_EMPTY)
 # Every layer calls the first in every step. So these are the variable's own methods, not functions that call them.
 get_context: Callable[[], Context] = _context.get
 set_context: Callable[[Context], object] = _context.set
+use_context: Callable[[Context], object] = _context.set
 reset_context: Callable[[], object] = partial(_context.set, _EMPTY)
 
 

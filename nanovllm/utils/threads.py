@@ -40,6 +40,20 @@ class StepThreads:
         return self._chosen[allowed]
 
 
+@contextmanager
+def step_threads(threads: StepThreads | None, work: int) -> Iterator[None]:
+    """A block in which torch computes with the threads that are chosen for this work; None leaves it as it is."""
+    if threads is None:
+        yield
+        return
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads.choose(before, work))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
 def threads_per_rank(num_ranks: int) -> int:
     """Threads of one rank: as many as the caller allows torch, but with several ranks at most its share of cores."""
     allowed = torch.get_num_threads()

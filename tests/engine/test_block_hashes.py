@@ -4,10 +4,11 @@ import struct
 
 import pytest
 import xxhash
-from blocks import SIZE, collide, compute, sequence, start, tokens, weaken
+from blocks import SIZE, allocate, collide, compute, sequence, start, tokens, weaken
 from invariants import check_blocks
 
 from nanovllm.engine.block_manager import Block, BlockManager
+from nanovllm.engine.prefix_cache import reset_prefix_cache
 
 # compute_hash
 
@@ -50,7 +51,7 @@ def test_a_collision_is_a_miss(num_values):
     manager = BlockManager(60, SIZE)
     weaken(manager, num_values)
     seqs = [start(manager, tokens(1, 1, first=first)) for first in range(0, 100, 10)]
-    assert all(seq.num_shared_tokens == 0 for seq in seqs)
+    assert all(seq.completion.num_shared_tokens == 0 for seq in seqs)
     assert len(manager.hash_to_block_id) <= num_values
     check_blocks(manager, seqs)
     manager.deallocate(seqs[0])
@@ -72,10 +73,10 @@ def test_a_collision_further_up_the_chain_is_a_miss():
     front, other_front, back = tokens(1), tokens(1, first=50), tokens(1, first=100)
     collide(manager, front, other_front)
     seq = sequence([*front, *back, 1])
-    manager.allocate(seq)
+    allocate(manager, seq)
     compute(manager, seq, SIZE)
     # Take the front out of the cache's memory but not the back: `back` is now known, behind `front` alone.
-    manager.reset_prefix_cache()
+    reset_prefix_cache(manager)
     compute(manager, seq)
     other = start(manager, [*other_front, *back, 1])
     assert other.num_shared_tokens == 0
@@ -91,8 +92,8 @@ def test_a_collision_in_a_reused_block_is_a_miss():
     front, other_front, back = tokens(1), tokens(1, first=50), tokens(1, first=100)
     collide(manager, front, other_front)
     a, b = sequence([*front, *back, 1]), sequence([*front, *back, 1])
-    manager.allocate(a)
-    manager.allocate(b)
+    allocate(manager, a)
+    allocate(manager, b)
     compute(manager, a, SIZE)
     compute(manager, b)
     front_block = a.block_table[0]
@@ -103,7 +104,7 @@ def test_a_collision_in_a_reused_block_is_a_miss():
     for filler in fillers:
         manager.deallocate(filler)
     third = sequence([*other_front, *back, 1])
-    manager.allocate(third)
+    allocate(manager, third)
     assert third.block_table[0] == front_block
     assert third.num_cached_tokens == SIZE
     check_blocks(manager, [b, other, third])

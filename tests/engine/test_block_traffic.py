@@ -1,12 +1,13 @@
 """BlockManager: random traffic, in which every slot holds what its readers believe."""
 
-from blocks import seq_ids, weaken
+from blocks import weaken
 from hypothesis import event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from invariants import SimulatedCache, check_blocks
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.sequence import Sequence
 
 
@@ -47,7 +48,8 @@ class Traffic(RuleBasedStateMachine):
         beginning = self.past[start % len(self.past)] if known and self.past else []
         prompt = [*beginning, *more]
         if len(prompt) < self.capacity:
-            seq = Sequence(next(seq_ids), prompt, block_size=self.block_size)
+            seq = Sequence(prompt)
+            seq.block_size = self.block_size
             self.waiting.append(seq)
             self.past.append(prompt)
             self._advance(seq, steps, share, token=more[0])
@@ -72,11 +74,12 @@ class Traffic(RuleBasedStateMachine):
 
     def _allocate(self, seq):
         num_free = len(self.manager.free_block_ids)
-        if not self.manager.can_allocate(seq):
+        num_shared = self.manager.can_allocate(seq)
+        if num_shared < 0:
             assert seq.num_blocks > num_free
             return False
-        again = seq.num_shared_tokens >= 0
-        self.manager.allocate(seq)
+        again = seq.completion.num_shared_tokens >= 0
+        self.manager.allocate(seq, num_shared)
         assert len(seq.block_table) == seq.num_blocks
         assert seq.num_cached_tokens < seq.num_tokens
         assert self.caching or seq.num_cached_tokens == 0
@@ -106,8 +109,10 @@ class Traffic(RuleBasedStateMachine):
         before = seq.num_cached_tokens
         for position in range(before, before + num_tokens):
             self.cache.write(seq, position, tuple(seq.token_ids[: position + 1]))
+        seq.num_scheduled_tokens = num_tokens
+        self.manager.hash_blocks(seq)
         seq.num_cached_tokens += num_tokens
-        self.manager.hash_blocks(seq, before)
+        seq.num_scheduled_tokens = 0
 
     @rule(which=st.integers(0, 20), preempted=st.booleans())
     def leave(self, which, preempted):
@@ -126,7 +131,7 @@ class Traffic(RuleBasedStateMachine):
     @rule(dice=st.integers(1, 6))
     def reset(self, dice):
         if dice == 6:
-            self.manager.reset_prefix_cache()
+            reset_prefix_cache(self.manager)
             assert not self.manager.hash_to_block_id
 
     @invariant()

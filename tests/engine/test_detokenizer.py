@@ -35,8 +35,8 @@ def read(tokenizer, token_ids: list[int], prompt=(0,), **params) -> tuple[list[s
     params = SamplingParams(max_tokens=None, **params)
     detokenizer = Detokenizer(tokenizer)
     stream = TextStream(detokenizer, params, StopStrings(params.stop) if params.stop else None)
-    seq = Sequence(0, prompt, params)
-    seq.text_stream = stream
+    seq = Sequence(prompt, params)
+    seq.completion.text_stream = stream
     pieces = []
     for token_id in token_ids:
         seq.append_token(token_id)
@@ -50,7 +50,7 @@ def read(tokenizer, token_ids: list[int], prompt=(0,), **params) -> tuple[list[s
 
 
 def plain_text(tokenizer, prompt, completion, **params) -> str:
-    seq = Sequence(0, prompt, SamplingParams(max_tokens=None, **params))
+    seq = Sequence(prompt, SamplingParams(max_tokens=None, **params))
     for token_id in completion:
         seq.append_token(token_id)
     return Detokenizer(tokenizer).text(seq)

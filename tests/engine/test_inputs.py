@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.model_runner import ModelRunner
-from nanovllm.engine.runner.inputs import DecodeInputs, send_prefill
+from nanovllm.engine.runner.inputs import DecodeInputs, send_prefill, write_prefill
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.utils.context import Context
@@ -26,9 +25,8 @@ def scheduled(draw):
     seqs = []
     for i in range(draw(st.integers(1, 4))):
         tokens = draw(st.lists(st.integers(0, 2**31 - 1), min_size=1, max_size=12))
-        seq = Sequence(
-            i, tokens, SamplingParams(temperature=draw(st.sampled_from([0, 0.5]))), block_size, seed=2**62 + i
-        )
+        seq = Sequence(tokens, SamplingParams(temperature=draw(st.sampled_from([0, 0.5]))), seed=2**62 + i)
+        seq.block_size = block_size
         seq.num_cached_tokens = draw(st.integers(0, len(tokens) - 1))
         seq.num_scheduled_tokens = draw(st.integers(1, len(tokens) - seq.num_cached_tokens))
         seq.block_table, free = free[: seq.num_blocks], free[seq.num_blocks :]
@@ -38,14 +36,12 @@ def scheduled(draw):
 
 def prefill(seqs: list[Sequence], block_size: int) -> Step:
     step = Step(seqs, True, len(seqs))
-    runner = ModelRunner.__new__(ModelRunner)  # without a model
-    runner.block_size = block_size
-    runner.prepare_prefill(step)
+    write_prefill(step, block_size)
     return step
 
 
 def decode(inputs: DecodeInputs, seqs: list[Sequence], num_rows: int) -> Step:
-    step = Step(seqs, False, sum(seq.is_prefilling for seq in seqs))
+    step = Step(seqs, False, sum(seq.is_prefill for seq in seqs))
     inputs.write(step, num_rows)
     return step
 
@@ -64,7 +60,7 @@ def test_prefill_inputs(drawn):
     assert positions == [p for _, p in computed]
     slots = [seq.block_table[p // block_size] * block_size + p % block_size for seq, p in computed]
     assert context.slot_mapping.tolist() == slots
-    assert temperatures == [seq.params.temperature for seq in seqs]
+    assert temperatures == [seq.request.params.temperature for seq in seqs]
     assert seeds == [seq.seed for seq in seqs]
     assert sample_positions == [span[-1] for span in spans]
     queries, keys = [0], [0]
@@ -101,7 +97,7 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
     theirs.pad(3)
     for (seqs, _), num_padding in steps:
         for row, seq in enumerate(seqs):
-            seq.is_prefilling, seq.pending_row = False, (row - 1) % 3 - 1
+            seq.is_prefill, seq.pending_row = False, (row - 1) % 3 - 1
             seq.block_table = [12 * row + i for i in range(12)]
         num_rows = min(len(seqs) + num_padding, 4)
         step = decode(ours, seqs, num_rows)
@@ -116,8 +112,8 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
 def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_its_sequences():
     inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), planning_backend(512, 8)), []
     for num_tokens in (300, 30_000):
-        seq = Sequence(0, [7] * num_tokens)
-        seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
+        seq = Sequence([7] * num_tokens)
+        seq.block_table, seq.is_prefill = list(range(seq.num_blocks)), False
         sizes.append(len(pickle.dumps(decode(inputs, [seq], 1), pickle.HIGHEST_PROTOCOL)))
     assert sizes[0] == sizes[1] < 20_000
 
@@ -141,8 +137,8 @@ def test_mixed_inputs(steps, windows):
     inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), planning_backend(60, 2, windows), mixed_step_rows=60)
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
-            seq.is_prefilling = row >= num_running
-            if not seq.is_prefilling:
+            seq.is_prefill = row >= num_running
+            if not seq.is_prefill:
                 seq.num_cached_tokens, seq.num_scheduled_tokens = seq.num_tokens - 1, 1
             seq.block_table = tables[row]
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
@@ -152,7 +148,7 @@ def test_mixed_inputs(steps, windows):
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
         assert computed[: len(seqs)] == [_row(seq, span[-1]) for seq, span in zip(seqs, spans, strict=True)]
-        assert inputs.rows["temperatures"][: len(seqs)].tolist() == [seq.params.temperature for seq in seqs]
+        assert inputs.rows["temperatures"][: len(seqs)].tolist() == [seq.request.params.temperature for seq in seqs]
         assert inputs.rows["seeds"][: len(seqs)].tolist() == [seq.seed for seq in seqs]
         every = [_row(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
         assert sorted(computed[:num_tokens]) == sorted(every)
@@ -193,8 +189,8 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), backend)
     seqs = []
     for i in range(max_num_seqs):
-        seq = Sequence(i, [0] * (1 + 977 * i % 5000), SamplingParams(), 256, seed=i)
-        seq.block_table, seq.is_prefilling = list(range(seq.num_blocks)), False
+        seq = Sequence([0] * (1 + 977 * i % 5000), seed=i)
+        seq.block_table, seq.is_prefill = list(range(seq.num_blocks)), False
         seqs.append(seq)
     for batch_size in {1, (max_num_seqs + 1) // 2, max_num_seqs}:
         for num_seqs in {1, batch_size}:
@@ -212,8 +208,8 @@ def test_padding_rows_read_and_write_nothing():
     inputs = DecodeInputs(8, 20, 256, torch.device("cpu"), planning_backend(8, 2))
     seqs = []
     for i in range(5):
-        seq = Sequence(i, list(range(10 * i + 1)), SamplingParams(), 256, seed=i)
-        seq.block_table, seq.is_prefilling = [i], False
+        seq = Sequence(list(range(10 * i + 1)), seed=i)
+        seq.block_table, seq.is_prefill = [i], False
         seqs.append(seq)
     for num_seqs, num_rows in ((5, 8), (3, 8), (3, 4), (1, 4)):
         inputs.send(decode(inputs, seqs[:num_seqs], num_rows))
@@ -235,8 +231,8 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
     inputs.sampled.copy_(torch.arange(100, 106))
     seqs = []
     for i, pending_row in enumerate([3, -1, 0, 5, -1]):
-        seq = Sequence(i, [10 + i, 20 + i], SamplingParams(), 256, seed=i)
-        seq.block_table, seq.is_prefilling, seq.pending_row = [i], False, pending_row
+        seq = Sequence([10 + i, 20 + i], seed=i)
+        seq.block_table, seq.is_prefill, seq.pending_row = [i], False, pending_row
         seqs.append(seq)
     inputs.send(decode(inputs, seqs, 6))
     assert inputs.for_model(6, 6).input_ids[:5].tolist() == [103, 21, 100, 105, 24]
@@ -260,9 +256,9 @@ def test_tokens_have_memory_of_their_own_until_the_step_after_next():
 @pytest.mark.gpu
 def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
     inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), planning_backend(4, 2))
-    seqs = [Sequence(i, [10 + i], SamplingParams(), 256, seed=i) for i in range(2)]
+    seqs = [Sequence([10 + i], seed=i) for i in range(2)]
     for seq in seqs:
-        seq.block_table, seq.is_prefilling = [0], False
+        seq.block_table, seq.is_prefill = [0], False
     step = decode(inputs, seqs[:1], 1)
     inputs.pad(2)
     torch.cuda.synchronize()

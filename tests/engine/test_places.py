@@ -12,6 +12,7 @@ from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, step
 
 from nanovllm.engine.places import Places
+from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.layers.stores.store import NUM_SNAPSHOTS, Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.context import get_context
@@ -77,7 +78,7 @@ def test_abort_and_reset_give_slots_back():
     scheduler = make(2)
     seqs = [add(scheduler, 3) for _ in range(3)]
     step(scheduler)
-    scheduler.abort([seqs[0].request_id, seqs[2].request_id])
+    scheduler.abort([seqs[0].request.request_id, seqs[2].request.request_id])
     assert holders(scheduler) == {seqs[1].seq_id}
     scheduler.reset()
     assert step_of_two(scheduler)
@@ -92,7 +93,7 @@ def ask(scheduler, prompt: list[int]):
     """A request alone, to its end: how many tokens it need not compute."""
     seq = add(scheduler, prompt, max_tokens=1)
     run(scheduler)
-    return seq.num_shared_tokens
+    return seq.completion.num_shared_tokens
 
 
 def test_the_end_of_a_prompt_is_kept():
@@ -116,7 +117,7 @@ def test_requests_that_wait_share_a_beginning_at_once():
     seqs = [add(scheduler, BEGINNING + tail, max_tokens=1) for tail in tails]
     assert step(scheduler)[0] == seqs[:1], "the others wait for its state"
     assert step(scheduler)[0] == seqs[1:]
-    assert [seq.num_shared_tokens for seq in seqs] == [0, *[2 * SIZE] * 3]
+    assert [seq.completion.num_shared_tokens for seq in seqs] == [0, *[2 * SIZE] * 3]
 
 
 def test_who_shares_less_gets_an_earlier_snapshot():
@@ -125,14 +126,14 @@ def test_who_shares_less_gets_an_earlier_snapshot():
     seqs = [add(scheduler, prompt, max_tokens=1) for prompt in prompts]
     step(scheduler)
     step(scheduler)
-    assert [seq.num_shared_tokens for seq in seqs] == [0, 2 * SIZE, 2 * SIZE]
+    assert [seq.completion.num_shared_tokens for seq in seqs] == [0, 2 * SIZE, 2 * SIZE]
 
 
 def test_nobody_waits_for_a_snapshot_that_will_not_be():
     scheduler = make_scheduler(make_places=partial(Places, 8, 64))  # Prompts are shorter than the kernels' chunks.
     seqs = [add(scheduler, [*BEGINNING, n], max_tokens=1) for n in range(3)]
     assert step(scheduler)[0] == seqs
-    assert [seq.num_shared_tokens for seq in seqs] == [0, 0, 0]
+    assert [seq.completion.num_shared_tokens for seq in seqs] == [0, 0, 0]
     scheduler = make(2)  # The first one has a slot, and the second slot is for its snapshot.
     seqs = [add(scheduler, [*BEGINNING, n], max_tokens=9) for n in range(3)]
     run(scheduler)
@@ -166,7 +167,7 @@ def test_a_snapshot_goes_with_its_blocks():
     assert scheduler.block_manager.places.num_snapshots == 1
     ask(scheduler, [9000 + n for n in range(5 * SIZE)])  # takes the blocks
     assert ask(scheduler, [*BEGINNING, 1]) == 0
-    scheduler.block_manager.reset_prefix_cache()
+    reset_prefix_cache(scheduler.block_manager)
     assert scheduler.block_manager.places.num_snapshots == 0
     assert ask(scheduler, [*BEGINNING, 1]) == 0
 

@@ -1,26 +1,27 @@
 """BlockManager: which prefixes are found again, and that nothing is before it is written or after it is gone."""
 
 import pytest
-from blocks import SIZE, compute, decode, sequence, start, tokens
+from blocks import SIZE, allocate, compute, decode, sequence, start, tokens
 from invariants import check_blocks
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.sequence import Sequence
 
 
 def test_prompts_of_one_batch_do_not_share_what_is_not_written():
     manager = BlockManager(8, SIZE)
     a, b = sequence(tokens(2, 1)), sequence(tokens(2, 1))
-    manager.allocate(a)
+    allocate(manager, a)
     assert manager.hash_to_block_id == {}
-    manager.allocate(b)
+    allocate(manager, b)
     assert not set(a.block_table) & set(b.block_table)
     assert (a.num_cached_tokens, b.num_cached_tokens) == (0, 0)
     compute(manager, a)
     compute(manager, b)
     # The first to be written stays the one that is found.
     c = sequence(tokens(2, 1))
-    manager.allocate(c)
+    allocate(manager, c)
     assert c.block_table[:2] == a.block_table[:2]
     check_blocks(manager, [a, b, c])
 
@@ -28,8 +29,8 @@ def test_prompts_of_one_batch_do_not_share_what_is_not_written():
 def side_by_side(manager: BlockManager, token_ids: list[int]) -> tuple[Sequence, Sequence]:
     """Two sequences with the same tokens, computed in one batch and so in blocks of their own."""
     a, b = sequence(token_ids), sequence(token_ids)
-    manager.allocate(a)
-    manager.allocate(b)
+    allocate(manager, a)
+    allocate(manager, b)
     compute(manager, a)
     compute(manager, b)
     return a, b
@@ -41,7 +42,7 @@ def test_what_one_of_two_equals_adds_is_found_behind_the_others_blocks():
     for token in range(50, 50 + SIZE):
         decode(manager, b, token)
     c = sequence([*b.token_ids, 1])
-    manager.allocate(c)
+    allocate(manager, c)
     assert c.block_table[:3] == [*a.block_table, b.block_table[2]]
     assert c.num_cached_tokens == 3 * SIZE
 
@@ -59,12 +60,12 @@ def test_reusing_one_of_two_equal_blocks_leaves_the_other_known():
 def test_of_a_prompt_in_chunks_only_the_computed_blocks_are_found():
     manager = BlockManager(12, SIZE)
     a = sequence(tokens(3, 1))
-    manager.allocate(a)
+    allocate(manager, a)
     found = []
     for chunk in (3, 1, 6, 3):
         compute(manager, a, chunk)
         probe = sequence(tokens(3, 1))
-        manager.allocate(probe)
+        allocate(manager, probe)
         found.append(probe.num_cached_tokens // SIZE)
         manager.deallocate(probe)
     assert found == [0, 1, 2, 3]
@@ -76,7 +77,7 @@ def test_a_block_that_decoding_fills_is_found_by_the_next_prompt():
     for token in (90, 91, 92):
         decode(manager, seq, token)
     follow_up = sequence([*seq.token_ids, 1, 2])
-    manager.allocate(follow_up)
+    allocate(manager, follow_up)
     assert follow_up.num_cached_tokens == 2 * SIZE
     assert follow_up.block_table[:2] == seq.block_table[:2]
 
@@ -87,7 +88,7 @@ def test_a_full_block_whose_last_token_is_not_yet_computed_is_not_found():
     seq.append_token(50)
     manager.may_append(seq)
     other = sequence([*seq.token_ids, 1])
-    manager.allocate(other)
+    allocate(manager, other)
     assert other.num_cached_tokens == SIZE
 
 
@@ -96,7 +97,7 @@ def test_at_least_one_token_is_left_to_compute(extra, cached_blocks):
     manager = BlockManager(12, SIZE)
     start(manager, tokens(3, 3))
     seq = sequence(tokens(3, extra))
-    manager.allocate(seq)
+    allocate(manager, seq)
     assert seq.num_cached_tokens == cached_blocks * SIZE < seq.num_tokens
     assert manager.blocks[seq.block_table[-1]].ref_count == 1
 
@@ -105,7 +106,7 @@ def test_a_known_prompt_of_exactly_one_block_is_computed_in_a_block_of_its_own()
     manager = BlockManager(4, SIZE)
     a = start(manager, tokens(1))
     b = sequence(tokens(1))
-    manager.allocate(b)
+    allocate(manager, b)
     assert b.num_cached_tokens == 0
     assert a.block_table != b.block_table
 
@@ -116,7 +117,7 @@ def test_the_first_miss_ends_sharing():
     middle_differs = tokens(3, 1)
     middle_differs[SIZE] = 99
     b = sequence(middle_differs)
-    manager.allocate(b)
+    allocate(manager, b)
     assert b.num_cached_tokens == SIZE
     assert b.block_table[0] == a.block_table[0]
     assert not set(b.block_table[1:]) & set(a.block_table)
@@ -126,7 +127,7 @@ def test_a_block_is_found_only_behind_its_own_prefix():
     manager = BlockManager(12, SIZE)
     start(manager, tokens(2, 1))
     seq = sequence([*tokens(1, first=50), *tokens(1, first=SIZE), 1])
-    manager.allocate(seq)
+    allocate(manager, seq)
     assert seq.num_cached_tokens == 0
 
 
@@ -149,7 +150,7 @@ def test_freed_blocks_are_found_again_until_they_are_reused():
     check_blocks(manager, [other])
     manager.deallocate(other)
     seq = sequence(tokens(2, 1))
-    manager.allocate(seq)
+    allocate(manager, seq)
     assert seq.num_cached_tokens == 0
 
 
@@ -159,7 +160,7 @@ def test_reuse_removes_the_stale_hash_when_the_block_is_taken_and_not_later():
     hash = BlockManager.compute_hash(tokens(1))
     assert hash in manager.hash_to_block_id
     taker = sequence(tokens(1, 1, first=50))
-    manager.allocate(taker)
+    allocate(manager, taker)
     assert manager.hash_to_block_id == {}
     assert all(block.hash == -1 for block in manager.blocks)
 
@@ -174,7 +175,7 @@ def test_a_shared_block_is_not_handed_out_as_a_fresh_one():
     manager.deallocate(filler)
     assert next(iter(manager.free_block_ids)) == table[0]
     seq = sequence(tokens(1, 1))
-    manager.allocate(seq)
+    allocate(manager, seq)
     assert seq.num_cached_tokens == SIZE
     assert seq.block_table[0] == table[0] != seq.block_table[1]
     check_blocks(manager, [seq])
@@ -194,10 +195,10 @@ def test_a_block_leaves_the_middle_of_the_free_list_and_the_rest_keeps_its_order
 def test_num_shared_tokens_is_that_of_the_first_allocation():
     manager = BlockManager(8, SIZE)
     seq = start(manager, tokens(2, 1))
-    assert seq.num_shared_tokens == 0
+    assert seq.completion.num_shared_tokens == 0
     manager.deallocate(seq)
-    manager.allocate(seq)
-    assert (seq.num_shared_tokens, seq.num_cached_tokens) == (0, 2 * SIZE)
+    allocate(manager, seq)
+    assert (seq.completion.num_shared_tokens, seq.num_cached_tokens) == (0, 2 * SIZE)
 
 
 def test_without_prefix_caching_nothing_is_ever_shared():
@@ -207,7 +208,7 @@ def test_without_prefix_caching_nothing_is_ever_shared():
     assert not set(a.block_table) & set(b.block_table)
     assert (b.num_shared_tokens, manager.hash_to_block_id) == (0, {})
     check_blocks(manager, [a, b])
-    assert not manager.can_allocate(sequence(tokens(2, 1)))
+    assert manager.can_allocate(sequence(tokens(2, 1))) < 0
     manager.deallocate(a)
     assert start(manager, tokens(2, 1)).num_shared_tokens == 0
 
@@ -218,13 +219,13 @@ def test_reset_forgets_every_prefix_and_leaves_the_owners_alone():
     manager.deallocate(freed)
     running = start(manager, tokens(2, 1))
     table = list(running.block_table)
-    manager.reset_prefix_cache()
+    reset_prefix_cache(manager)
     assert manager.hash_to_block_id == {}
     assert {block.hash for block in manager.blocks} == {-1}
     assert running.block_table == table
     for prompt in (tokens(2, 1), tokens(2, 1, first=50)):
         seq = start(manager, prompt)
-        assert seq.num_shared_tokens == 0
+        assert seq.completion.num_shared_tokens == 0
         assert not set(seq.block_table) & set(table)
         manager.deallocate(seq)
     for token in range(SIZE):
@@ -237,7 +238,7 @@ def test_reset_forgets_every_prefix_and_leaves_the_owners_alone():
 def test_what_is_computed_after_a_reset_is_found_again():
     manager = BlockManager(12, SIZE)
     manager.deallocate(start(manager, tokens(2, 1)))
-    manager.reset_prefix_cache()
+    reset_prefix_cache(manager)
     manager.deallocate(start(manager, tokens(2, 1)))
     assert start(manager, tokens(2, 1)).num_shared_tokens == 2 * SIZE
 
@@ -246,9 +247,9 @@ def test_a_prompt_computed_in_full_is_found_in_full():
     """Also where an entry behind a prefix that is no longer known, and so of use to nobody, has its hash."""
     manager = BlockManager(12, SIZE)
     half_way = sequence(tokens(2, 1))
-    manager.allocate(half_way)
+    allocate(manager, half_way)
     compute(manager, half_way, SIZE)
-    manager.reset_prefix_cache()
+    reset_prefix_cache(manager)
     compute(manager, half_way)
     manager.deallocate(half_way)
 

@@ -15,10 +15,11 @@ BLOCK_SIZE, MAX_SEQ_LEN, ROOMY = 4, 100, 10**6
 
 
 def make(prompts: list[list[int]], limits: list[int | None]) -> list[Sequence]:
-    return [
-        Sequence(i, prompt, SamplingParams(max_tokens=limit, ignore_eos=True), BLOCK_SIZE)
-        for i, (prompt, limit) in enumerate(zip(prompts, limits, strict=True))
-    ]
+    pairs = zip(prompts, limits, strict=True)
+    seqs = [Sequence(prompt, SamplingParams(max_tokens=limit, ignore_eos=True)) for prompt, limit in pairs]
+    for i, seq in enumerate(seqs):
+        seq.seq_id, seq.block_size, seq.request.request_id = i, BLOCK_SIZE, i
+    return seqs
 
 
 def order(seqs: list[Sequence], capacity: int = ROOMY, prefix_caching: bool = True) -> list[int]:
@@ -59,7 +60,7 @@ def test_prompts_that_share_a_beginning_stay_side_by_side_in_a_small_cache(
 
 def test_samples_of_one_request_are_no_such_prompts():
     seqs = make([[1, 2, 3, 4], [1, 2, 3, 4], [5, 6, 7, 8]], [9, 9, 11])
-    seqs[1].request_id = seqs[0].request_id
+    seqs[1].request.request_id = seqs[0].request.request_id
     assert order(seqs, capacity=20) == [2, 0, 1]
 
 

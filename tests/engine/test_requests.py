@@ -48,7 +48,7 @@ def check(prompts: list, **options) -> list:
 def test_checked_prompts_are_what_they_were(prompts):
     checked = check(prompts)
     assert [seq.token_ids for (seq,) in checked] == [list(prompt) for prompt in prompts]
-    assert all(seq.tokens.typecode == "i" for (seq,) in checked)
+    assert all(seq.token_ids.typecode == "i" for (seq,) in checked)
 
 
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)

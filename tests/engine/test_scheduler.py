@@ -19,13 +19,13 @@ def test_a_sequences_way_through_the_queues():
     assert seq.status is SequenceStatus.RUNNING
     assert postprocess(scheduler, seqs, [900]) == []
     assert (list(scheduler.waiting), list(scheduler.running)) == ([], [seq])
-    assert (seq.completion_token_ids, seq.num_cached_tokens, seq.is_prefilling) == ([900], 3, False)
+    assert (seq.completion_token_ids, seq.num_cached_tokens, seq.is_prefill) == ([900], 3, False)
 
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill, seq.num_scheduled_tokens) == ([seq], False, 1)
     assert postprocess(scheduler, seqs, [901]) == [seq]
     assert seq.status is SequenceStatus.FINISHED
-    assert (seq.completion_token_ids, seq.finish_reason) == ([900, 901], "length")
+    assert (seq.completion_token_ids, seq.completion.finish_reason) == ([900, 901], "length")
     assert scheduler.is_finished()
     check_scheduler(scheduler)
 
@@ -168,7 +168,7 @@ def test_cached_tokens_do_not_count_against_the_budget():
     scheduled, is_prefill = scheduler.schedule()
     assert (scheduled, is_prefill) == (seqs, True)
     assert [(seq.num_cached_tokens, seq.num_scheduled_tokens) for seq in seqs] == [(12, 2)] * 4
-    assert [seq.num_shared_tokens for seq in seqs] == [12] * 4
+    assert [seq.completion.num_shared_tokens for seq in seqs] == [12] * 4
 
 
 def test_a_prompt_waits_a_step_for_the_beginning_that_another_one_computes():
@@ -180,7 +180,7 @@ def test_a_prompt_waits_a_step_for_the_beginning_that_another_one_computes():
     postprocess(scheduler, seqs, [900, 901])
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill) == ([same, longer], True)
-    assert [seq.num_shared_tokens for seq in seqs] == [8, 8]
+    assert [seq.completion.num_shared_tokens for seq in seqs] == [8, 8]
     assert [seq.num_scheduled_tokens for seq in seqs] == [1, 4]
 
 

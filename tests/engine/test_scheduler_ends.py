@@ -50,14 +50,14 @@ def test_ignore_eos_goes_on_to_max_tokens():
     for _ in range(3):
         assert step(scheduler, EOS)[2] == []
     assert step(scheduler, EOS)[2] == [seq]
-    assert (seq.completion_token_ids, seq.finish_reason) == ([EOS] * 4, "length")
+    assert (seq.completion_token_ids, seq.completion.finish_reason) == ([EOS] * 4, "length")
 
 
 def test_an_end_of_sequence_token_at_max_tokens_is_a_stop():
     scheduler = make_scheduler()
     seq = add(scheduler, 3, max_tokens=1)
     step(scheduler, EOS)
-    assert seq.finish_reason == "stop"
+    assert seq.completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 7])
@@ -66,7 +66,7 @@ def test_max_tokens_ends_it(max_tokens):
     seq = add(scheduler, 3, max_tokens=max_tokens)
     while not scheduler.is_finished():
         step(scheduler)
-    assert (seq.num_completion_tokens, seq.finish_reason) == (max_tokens, "length")
+    assert (seq.num_completion_tokens, seq.completion.finish_reason) == (max_tokens, "length")
 
 
 @pytest.mark.parametrize(("max_model_len", "num_blocks", "limit"), [(10, 100, 10), (1000, 3, 12), (12, 3, 12)])
@@ -77,7 +77,7 @@ def test_the_longest_sequence_is_the_smaller_of_model_and_cache(max_model_len, n
         seq = add(scheduler, length)
         while not scheduler.is_finished():
             step(scheduler)
-        assert (seq.num_tokens, seq.finish_reason) == (limit, "length")
+        assert (seq.num_tokens, seq.completion.finish_reason) == (limit, "length")
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def test_an_end_of_sequence_at_the_last_token_is_a_stop_also_when_overlapped():
     scheduler.advance(last)
     assert scheduler.is_finished()
     assert scheduler.postprocess(last, [EOS]) == [seq]
-    assert seq.finish_reason == "stop"
+    assert seq.completion.finish_reason == "stop"
 
 
 @pytest.mark.parametrize("token", [EOS, 907])
@@ -242,7 +242,7 @@ def test_abort_drops_sequences_in_every_state_and_frees_their_blocks():
     assert in_chunks.block_table
     scheduler.abort([running.seq_id, in_chunks.seq_id, waiting.seq_id])
     for seq in (running, in_chunks, waiting):
-        assert (seq.status, seq.finish_reason, seq.block_table) == (SequenceStatus.FINISHED, "abort", [])
+        assert (seq.status, seq.completion.finish_reason, seq.block_table) == (SequenceStatus.FINISHED, "abort", [])
     assert (list(scheduler.waiting), list(scheduler.running)) == ([last], [stays])
     check_scheduler(scheduler)
     assert step(scheduler)[0] == [last]
@@ -270,16 +270,20 @@ def test_abort_of_unknown_ids_does_nothing():
     seq = add(scheduler, 3)
     scheduler.abort([seq.seq_id + 1])
     assert list(scheduler.waiting) == [seq]
-    assert seq.finish_reason is None
+    assert seq.completion.finish_reason is None
 
 
 # Errors
 
 
 def assert_failed(seq: Sequence, completion: list[int]) -> None:
-    assert (seq.status, seq.finish_reason, seq.stop_reason) == (SequenceStatus.FINISHED, "error", None)
-    assert (seq.completion_token_ids, seq.last_token, seq.block_table) == (completion, seq.token_ids[-1], [])
-    assert "NaN" in seq.error
+    assert (seq.status, seq.completion.finish_reason, seq.completion.stop_reason) == (
+        SequenceStatus.FINISHED,
+        "error",
+        None,
+    )
+    assert (seq.completion_token_ids, seq.last_token, seq.block_table) == (completion, seq.last_token, [])
+    assert "NaN" in seq.completion.error
 
 
 @pytest.mark.parametrize("params", [{}, {"ignore_eos": True}, {"stop_token_ids": [905]}, {"max_tokens": 2}])

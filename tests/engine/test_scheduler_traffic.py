@@ -11,6 +11,7 @@ from invariants import FakeModel, check_scheduler, run_alone
 from schedulers import EOS, SIZE, make_scheduler, postprocess
 
 from nanovllm.engine.places import Places
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -88,7 +89,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
     assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
     is_mixed = not is_prefill and seqs[-1].is_prefilling
     assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
-    assert not is_mixed or all(seq.params.is_plain for seq in seqs), "whose draw needs logits"
+    assert not is_mixed or all(seq.request.params.is_plain for seq in seqs), "whose draw needs logits"
     seen["mixed"] += is_mixed
     has_places = scheduler.block_manager.places is not None
     if (
@@ -105,15 +106,15 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
 
 def check_outputs(scheduler: Scheduler, seqs: list[Sequence], seen: Counter) -> None:
     for seq in seqs:
-        eos = () if seq.params.ignore_eos else scheduler.eos
+        eos = () if seq.request.params.ignore_eos else scheduler.eos
         tokens, reason = run_alone(seq.prompt_token_ids, seq.max_tokens, eos, scheduler.max_seq_len, VOCAB_SIZE)
-        if seq.finish_reason == "abort":
+        if seq.completion.finish_reason == "abort":
             assert seq.completion_token_ids == tokens[: seq.num_completion_tokens]
             assert seq.num_completion_tokens < len(tokens)
         else:
-            assert (seq.completion_token_ids, seq.finish_reason) == (tokens, reason)
-        seen["shared"] += seq.num_shared_tokens > 0
-        seen[seq.finish_reason] += 1
+            assert (seq.completion_token_ids, seq.completion.finish_reason) == (tokens, reason)
+        seen["shared"] += seq.completion.num_shared_tokens > 0
+        seen[seq.completion.finish_reason] += 1
     assert seen["finished"] == seen["stop"] + seen["length"], "each sequence is reported once"
 
 
@@ -143,7 +144,7 @@ def traffic(draw):
         prompt = prompt[: scheduler.max_seq_len - 1]
         logprobs = draw(st.sampled_from([None] * 7 + [1]))
         params = SamplingParams(max_tokens=draw(st.integers(1, 20)), ignore_eos=draw(st.booleans()), logprobs=logprobs)
-        arrivals.append((draw(st.integers(0, 12)), Sequence(i, prompt, params, block_size)))
+        arrivals.append((draw(st.integers(0, 12)), Sequence(prompt, params, Request(params, i))))
     arrivals.sort(key=lambda arrival: arrival[0])
     return scheduler, arrivals
 
@@ -215,7 +216,7 @@ def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_
     for i in range(30):
         prompt = rng.choice(beginnings) + [rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(1, 6))]
         params = SamplingParams(max_tokens=rng.randint(1, 24), ignore_eos=rng.random() < 0.8)
-        arrivals.append((i // 2, Sequence(i, prompt, params, SIZE)))
+        arrivals.append((i // 2, Sequence(prompt, params, Request(params, i))))
     seen = Counter()
     drive(scheduler, arrivals, seen, overlap=overlap)
     check_outputs(scheduler, [seq for _, seq in arrivals], seen)

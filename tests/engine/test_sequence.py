@@ -1,8 +1,10 @@
 """Sequence: its arithmetic, and what of it crosses to a worker process."""
 
+import pickle
 import sys
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -11,12 +13,13 @@ from nanovllm.sampling_params import SamplingParams
 
 
 def test_a_new_sequence_waits_for_its_prefill():
-    seq = Sequence(11, [4, 5, 6], block_size=16)
+    first, seq = Sequence([1]), Sequence([4, 5, 6])
     assert seq.status is SequenceStatus.WAITING
-    assert seq.is_prefilling
+    assert seq.is_prefill
     assert not seq.is_finished
-    assert seq.finish_reason is None
-    assert (seq.seq_id, len(seq), seq.num_tokens, seq.num_prompt_tokens, seq.last_token) == (11, 3, 3, 3, 6)
+    assert seq.completion.finish_reason is None
+    assert seq.seq_id > first.seq_id
+    assert (len(seq), seq.num_tokens, seq.num_prompt_tokens, seq.last_token) == (3, 3, 3, 6)
     assert (seq.num_cached_tokens, seq.num_scheduled_tokens, seq.num_completion_tokens) == (0, 0, 0)
     assert seq.block_table == []
 
@@ -26,19 +29,31 @@ def test_a_new_sequence_waits_for_its_prefill():
     [(SequenceStatus.WAITING, False), (SequenceStatus.RUNNING, False), (SequenceStatus.FINISHED, True)],
 )
 def test_is_finished_follows_the_status(status, finished):
-    seq = Sequence(0, [1])
+    seq = Sequence([1])
     seq.status = status
     assert seq.is_finished is finished
 
 
 @pytest.mark.parametrize(("given", "expected"), [(9, 9), (None, sys.maxsize)])
 def test_its_limit_is_that_of_the_sampling_params(given, expected):
-    assert Sequence(0, [1], SamplingParams(max_tokens=given)).max_tokens == expected
+    assert Sequence([1], SamplingParams(max_tokens=given)).max_tokens == expected
 
 
-@pytest.mark.parametrize(("own", "expected"), [(None, 77), (0, 0), (5, 5)])
-def test_the_engines_seed_serves_only_where_the_request_has_none(own, expected):
-    assert Sequence(0, [1], SamplingParams(seed=own), seed=77).seed == expected
+@pytest.mark.parametrize("own", [0, 5])
+def test_a_samples_seed_goes_before_that_of_its_request(own):
+    params = SamplingParams(seed=own)
+    assert [Sequence([1], params).seed, Sequence([1], params, seed=0).seed, Sequence([1], params, seed=7).seed] == [
+        *(own, 0, 7)
+    ]
+
+
+def test_without_any_seed_torch_gives_one():
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        seeds = [Sequence([1]).seed for _ in range(2)]
+        torch.manual_seed(1)
+        assert [Sequence([1]).seed for _ in range(2)] == seeds
+    assert seeds[0] != seeds[1]
 
 
 @given(
@@ -47,7 +62,8 @@ def test_the_engines_seed_serves_only_where_the_request_has_none(own, expected):
     block_size=st.integers(1, 20),
 )
 def test_counts_and_blocks_follow_from_the_tokens(prompt, completion, block_size):
-    seq = Sequence(0, prompt, block_size=block_size)
+    seq = Sequence(prompt)
+    seq.block_size = block_size
     for token in completion:
         seq.append_token(token)
     tokens = prompt + completion
@@ -61,11 +77,14 @@ def test_counts_and_blocks_follow_from_the_tokens(prompt, completion, block_size
     blocks = [tokens[i : i + block_size] for i in range(0, len(tokens), block_size)]
     assert seq.num_blocks == len(blocks)
     assert seq.last_block_num_tokens == len(blocks[-1])
-    assert [seq.block(i).tolist() for i in range(seq.num_blocks)] == blocks
+    assert [seq.block(i) for i in range(seq.num_blocks)] == blocks
+    assert seq[0] == tokens[0]
+    assert seq[1:3] == tokens[1:3]
 
 
 def test_a_token_that_is_still_being_sampled_counts_and_is_filled_in():
-    seq = Sequence(0, [1, 2, 3], block_size=3)
+    seq = Sequence([1, 2, 3])
+    seq.block_size = 3
     assert seq.pending_row == -1
     seq.append_pending(5)
     assert (seq.pending_row, seq.num_tokens, seq.num_completion_tokens, seq.num_blocks) == (5, 4, 1, 2)
@@ -75,21 +94,49 @@ def test_a_token_that_is_still_being_sampled_counts_and_is_filled_in():
 
 @pytest.mark.parametrize("i", [-1, 3, 100])
 def test_a_block_outside_the_sequence_is_an_index_error(i):
+    seq = Sequence(list(range(33)))
+    seq.block_size = 16
     with pytest.raises(IndexError, match=rf"{i}\b.*3"):
-        Sequence(0, list(range(33)), block_size=16).block(i)
+        seq.block(i)
 
 
-def test_token_lists_are_copies():
+def test_another_default_block_size_reaches_the_sequences_that_have_none_of_their_own(monkeypatch):
+    own = Sequence(list(range(9)))
+    own.block_size = 3
+    monkeypatch.setattr(Sequence, "block_size", 4)
+    assert [Sequence(list(range(9))).num_blocks, own.num_blocks] == [3, 3]
+    monkeypatch.setattr(Sequence, "block_size", 9)
+    assert [Sequence(list(range(9))).num_blocks, own.num_blocks] == [1, 3]
+
+
+@pytest.mark.parametrize("is_prefill", [True, False])
+def test_a_pickle_has_what_a_worker_needs_and_no_more(is_prefill):
+    seq = Sequence(list(range(1000)), SamplingParams(temperature=0.3, seed=5))
+    seq.append_token(77)
+    seq.block_table = [4, 2, 3, 9]
+    seq.num_cached_tokens, seq.num_scheduled_tokens, seq.is_prefill = 256, 700, is_prefill
+    data = pickle.dumps(seq)
+    copy = pickle.loads(data)
+    names = ["num_tokens", "num_prompt_tokens", "num_cached_tokens", "num_scheduled_tokens", "last_token"]
+    for name in [*names, "block_table", "temperature", "seed", "is_prefill", "is_plain"]:
+        assert getattr(copy, name) == getattr(seq, name), name
+    assert copy.token_ids == (seq.token_ids if is_prefill else [])
+    assert (len(data) < 300) == (not is_prefill)
+
+
+def test_what_is_handed_out_besides_the_tokens_is_a_copy():
     prompt = [1, 2, 3]
-    seq = Sequence(0, prompt, block_size=2)
+    seq = Sequence(prompt)
+    seq.block_size = 2
     prompt[0] = 99
-    for handed_out in (seq.token_ids, seq.prompt_token_ids, seq.completion_token_ids, seq.block(0)):
+    for handed_out in (seq.prompt_token_ids, seq.completion_token_ids, seq.block(0)):
         handed_out.append(99)
         handed_out[0] = 99
     assert seq.token_ids == [1, 2, 3]
 
 
 def test_repr_names_the_sequence_and_its_state():
-    text = repr(Sequence(41, [1, 2, 3]))
-    assert "41" in text
+    seq = Sequence([1, 2, 3])
+    text = repr(seq)
+    assert f"seq_id={seq.seq_id}" in text
     assert "WAITING" in text

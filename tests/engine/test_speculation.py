@@ -134,7 +134,8 @@ def test_samples_of_the_prompts_that_finished_last_are_kept(monkeypatch):
     proposer, answer = SuffixProposer(), list(range(100, 112))
 
     def sample(seq_id: int, first: int, tokens: list[int]) -> Sequence:
-        seq = Sequence(seq_id, [first, 50])
+        seq = Sequence([first, 50])
+        seq.seq_id = seq_id
         for token in tokens:
             seq.append_token(token)
         return seq

@@ -166,7 +166,7 @@ def test_torch_backend_goes_without_graphs(base):
     path, reference = base
     prompts = reference.draw_prompts((20, 3, 17), 8)
     with gpu_llm(path, attention_backend="torch", dtype="float32", enforce_eager=False) as llm:
-        assert not llm.model_runner.graphs.sizes
+        assert not llm.model_runner.graph_bs
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
 
 

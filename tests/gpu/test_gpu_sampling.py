@@ -10,6 +10,7 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from sampling_reference import complete_alone, completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.engine.requests.results import completion_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -33,10 +34,10 @@ SETTINGS = [
 def decoding(seq_id: int, params: SamplingParams, vocab_size: int) -> Sequence:
     """A sequence before a decode step."""
     prompt = random_prompt(40, seed=seq_id, vocab_size=vocab_size)
-    seq = Sequence(seq_id, prompt, params)
+    seq = Sequence(prompt, params)
     for token in random_prompt(20, seed=-seq_id, vocab_size=50):
         seq.append_token(token)
-    seq.is_prefilling = False
+    seq.is_prefill = False
     seq.num_cached_tokens, seq.num_scheduled_tokens = seq.num_tokens - 1, 1
     return seq
 
@@ -56,7 +57,7 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
         logits = (torch.randn(len(seqs), vocab_size, generator=generator) * 3).to(dtype)
         logits[:, :50] += 4  # What the completions hold is what they are likely to draw again.
         rows = [
-            torch.tensor([seq.params.temperature for seq in seqs]),
+            torch.tensor([seq.request.params.temperature for seq in seqs]),
             torch.tensor([seq.seed for seq in seqs]),
             torch.tensor([seq.num_tokens for seq in seqs]),
             torch.tensor([seq.last_token for seq in seqs]),
@@ -157,8 +158,8 @@ def test_logprobs_are_those_of_a_cpu(base, chunk):
         assert_idle(llm)
     for gpu, cpu in zip(found, expected, strict=True):
         entries = (
-            [*gpu.prompt_logprobs[1:], *gpu.completion_logprobs()],
-            [*cpu.prompt_logprobs[1:], *cpu.completion_logprobs()],
+            [*gpu.completion.prompt_logprobs[1:], *completion_logprobs(gpu)],
+            [*cpu.completion.prompt_logprobs[1:], *completion_logprobs(cpu)],
         )
         for a, b in zip(*entries, strict=True):
             assert next(iter(a)) == next(iter(b))
@@ -182,7 +183,7 @@ def test_logprobs_of_a_prompt_in_the_prefix_cache_are_those_of_a_cpu(base):
     for cpu, gpu, start in zip(*found, starts, strict=True):
         first = max(1, range(600)[start])
         assert gpu.num_shared_tokens == (first - 1) // gpu.block_size * gpu.block_size
-        assert gpu.prompt_logprobs[:first] == cpu.prompt_logprobs[:first] == [None] * first
+        assert gpu.completion.prompt_logprobs[:first] == cpu.completion.prompt_logprobs[:first] == [None] * first
         entries = ([*seq.prompt_logprobs[first:], *seq.completion_logprobs()] for seq in (gpu, cpu))
         for a, b in zip(*entries, strict=True):
             assert a.keys() == b.keys()

@@ -44,7 +44,7 @@ def test_tokens_in_float32(shared, eager):
     with make_llm(path, **options) as llm:
         drawn = complete(llm, prompts, params)
     with make_llm(path, tensor_parallel_size=2, **options) as llm:
-        assert (not llm.model_runner.graphs.sizes) == eager
+        assert (not llm.model_runner.graph_bs) == eager
         for num_seqs in (7, 3, 5, 1):
             assert complete(llm, prompts[:num_seqs], greedy(10)) == expected[:num_seqs]
         assert complete(llm, prompts[::-1], greedy(10)) == expected[::-1]
@@ -206,7 +206,7 @@ def test_a_worker_killed_in_the_middle_of_a_batch(shared, work):
         prompts, params = reference.draw_prompts((700, 700), 1) * 3000, greedy(1)
         options |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
     llm = make_llm(path, **options)
-    (process,) = llm.executor.workers._processes.values()
+    (process,) = llm.ps
 
     def kill(stats):
         if stats["steps"] == 20:
@@ -226,7 +226,7 @@ def test_no_other_host_can_reach_a_rank(shared):
     before = listening_addresses(os.getpid())
     with make_llm(path, tensor_parallel_size=2, **GPU) as llm:
         complete(llm, [[1, 2, 3]], greedy(2))
-        pids = [os.getpid(), *(process.pid for process in llm.executor.workers._processes.values())]
+        pids = [os.getpid(), *(process.pid for process in llm.ps)]
         addresses = [address for pid in pids for address in listening_addresses(pid)]
     for address in before:
         addresses.remove(address)

@@ -1,12 +1,9 @@
 """Small sequences, and what the scheduler and a step do for them with a BlockManager, without either."""
 
-import itertools
-
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
 
 SIZE = 4
-seq_ids = itertools.count()
 
 
 def tokens(num_blocks: int, extra: int = 0, first: int = 0) -> list[int]:
@@ -15,21 +12,29 @@ def tokens(num_blocks: int, extra: int = 0, first: int = 0) -> list[int]:
 
 
 def sequence(token_ids: list[int]) -> Sequence:
-    return Sequence(next(seq_ids), token_ids, block_size=SIZE)
+    seq = Sequence(token_ids)
+    seq.block_size = SIZE
+    return seq
 
 
 def compute(manager: BlockManager, seq: Sequence, num_tokens: int | None = None) -> None:
     """What a step does to the block manager: num_tokens (all that are left) more tokens are in the cache."""
-    before = seq.num_cached_tokens
-    seq.num_cached_tokens = seq.num_tokens if num_tokens is None else before + num_tokens
-    manager.hash_blocks(seq, before)
+    seq.num_scheduled_tokens = seq.num_tokens - seq.num_cached_tokens if num_tokens is None else num_tokens
+    manager.hash_blocks(seq)
+    seq.num_cached_tokens += seq.num_scheduled_tokens
+    seq.num_scheduled_tokens = 0
+
+
+def allocate(manager: BlockManager, seq: Sequence) -> None:
+    num_shared = manager.can_allocate(seq)
+    assert num_shared >= 0
+    manager.allocate(seq, num_shared)
 
 
 def start(manager: BlockManager, token_ids: list[int]) -> Sequence:
     """Allocate and compute a new sequence."""
     seq = sequence(token_ids)
-    assert manager.can_allocate(seq)
-    manager.allocate(seq)
+    allocate(manager, seq)
     compute(manager, seq)
     return seq
 

@@ -42,26 +42,24 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_blocks(scheduler.block_manager, seqs)
     for seq in seqs:
         assert seq.num_cached_tokens < seq.num_tokens <= scheduler.max_seq_len
-        assert seq.finish_reason is None
+        assert seq.completion.finish_reason is None
     for i, seq in enumerate(scheduler.waiting):
         assert seq.status is SequenceStatus.WAITING
-        assert seq.is_prefilling
+        assert seq.is_prefill
         assert i == 0 or not seq.block_table, "only the head of the queue is prefilled in chunks"
     for seq in scheduler.running:
         assert seq.status is SequenceStatus.RUNNING
-        assert not seq.is_prefilling
+        assert not seq.is_prefill
         assert seq.num_cached_tokens == seq.num_tokens - 1, "a decode step computes the last token alone"
     if scheduler.is_finished():
         assert not scheduler.block_manager.used_block_ids
     check_places(scheduler.block_manager.places, seqs)
 
 
-def check_places(places: Places | None, seqs: Iterable[Sequence]) -> None:
+def check_places(places: Places, seqs: Iterable[Sequence]) -> None:
     """Every slot is free, a sequence's, or a snapshot's. `seqs` are all sequences that may have one."""
     for seq in seqs:
-        assert (seq.place is not None) == (places is not None and bool(seq.block_table))
-    if places is None:
-        return
+        assert (seq.place is not None) == (places.num_slots > 0 and bool(seq.block_table))
     held = [slot for seq in seqs if seq.place is not None for slot in (seq.place.slot, *seq.place.lent)]
     held += [seq.place.snapshot for seq in seqs if seq.place is not None and seq.place.snapshot >= 0]
     slots = Counter([*held, *places._free, *places._snapshots.values()])
@@ -123,7 +121,7 @@ class SimulatedStates:
     def run(self, seqs: list[Sequence], is_prefill: bool, before: list[tuple], after: list[tuple]) -> None:
         """A step on the states. before, after: the tokens of each sequence's state."""
         if not is_prefill:  # A mixed step begins with copies.
-            prompts = [seq for seq in seqs if seq.is_prefilling]
+            prompts = [seq for seq in seqs if seq.is_prefill]
             for copy in filter(None, (seq.place.copy_of_step(seq.num_cached_tokens) for seq in prompts)):
                 self.slots[copy[1]] = self.slots[copy[0]]
         plans = [seq.place.slots_of_step(seq.num_cached_tokens) for seq in seqs]
@@ -169,7 +167,7 @@ class FakeModel:
         # What a step takes from the cache was written by an earlier one: checked before this one's writes.
         for seq in seqs:
             self.cache.check_sequence(seq)
-        prefilled = [seq.is_prefilling for seq in seqs]
+        prefilled = [seq.is_prefill for seq in seqs]
         if is_prefill:
             assert all(prefilled)
         else:  # A mixed step has the prompts at its end.
@@ -177,7 +175,7 @@ class FakeModel:
             assert prefilled == sorted(prefilled)
         before = [self._state_before(seq) for seq in seqs]
         self.sampled = [self._run_one(seq) for seq in seqs]
-        if self.cache.manager.places is not None:
+        if self.cache.manager.places.num_slots:
             self.states.run(seqs, is_prefill, before, [self._state_after(seq) for seq in seqs])
         return self.sampled
 
@@ -190,7 +188,7 @@ class FakeModel:
     def _run_one(self, seq: Sequence) -> int:
         start, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
         assert start < end <= seq.num_tokens
-        if seq.is_prefilling:
+        if seq.is_prefill:
             assert seq.pending_row < 0, "a prefill feeds tokens that the host knows"
             new = seq.token_ids[start:end]
         else:

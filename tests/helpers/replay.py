@@ -16,7 +16,7 @@ class Replay:
         self._random = random.Random(0)
 
     def propose(self, seq: Sequence, length: int, num_tokens: int) -> Proposal | None:
-        known = self._completions[seq.prompt_index, seq.sample]
+        known = self._completions[seq.request.prompt_index, seq.completion.sample]
         tokens = known[length - seq.num_prompt_tokens :][: self._random.randint(0, num_tokens)]
         for i in range(len(tokens)):
             if self._random.random() < self._wrong:

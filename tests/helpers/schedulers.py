@@ -1,20 +1,24 @@
 """Small schedulers, and the steps of an engine whose model samples what a test says."""
 
 import itertools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 from invariants import check_scheduler
 
+from nanovllm.engine.places import Places
+from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Step
 from nanovllm.sampling_params import SamplingParams
 
 SIZE = 4
 EOS = 2
 
 
-def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, make_places=None, **changes) -> Scheduler:
+def make_scheduler(
+    num_blocks: int = 100, mixed_step_rows: int = 0, make_places: Callable[[], Places] | None = None, **changes
+) -> Scheduler:
     """changes: options of Config."""
     options = {
         "max_num_seqs": 8,
@@ -23,10 +27,12 @@ def make_scheduler(num_blocks: int = 100, mixed_step_rows: int = 0, make_places=
         "supported_model_len": None,
         "hf_config": SimpleNamespace(max_position_embeddings=0),
         "kvcache_block_size": SIZE,
+        "num_kvcache_blocks": num_blocks,
         "eos": [EOS],
         "enable_prefix_caching": True,
     }
-    return Scheduler(SimpleNamespace(**options | changes), num_blocks, mixed_step_rows, make_places)
+    more = {} if make_places is None else {"make_places": make_places}
+    return Scheduler(SimpleNamespace(**options | changes), mixed_step_rows, **more)
 
 
 def add(scheduler: Scheduler, prompt: int | list[int], max_tokens: int = 100, **params) -> Sequence:
@@ -34,7 +40,8 @@ def add(scheduler: Scheduler, prompt: int | list[int], max_tokens: int = 100, **
     seq_id = next(seq_ids)
     if isinstance(prompt, int):
         prompt = list(range(1000 * seq_id, 1000 * seq_id + prompt))
-    seq = Sequence(seq_id, prompt, SamplingParams(max_tokens=max_tokens, **params), scheduler.block_manager.block_size)
+    sampling_params = SamplingParams(max_tokens=max_tokens, **params)
+    seq = Sequence(prompt, sampling_params, Request(sampling_params, seq_id))
     scheduler.add(seq)
     return seq
 
@@ -44,9 +51,7 @@ seq_ids = itertools.count(1)
 
 def postprocess(scheduler: Scheduler, seqs: list[Sequence], token_ids: list[int]) -> list[Sequence]:
     """Without a step in between: the sequences that finished."""
-    step = Step(seqs, is_prefill=False)
-    scheduler.advance(step)
-    return scheduler.postprocess(step, token_ids)
+    return scheduler.postprocess(seqs, token_ids, False)
 
 
 def step(scheduler: Scheduler, token: int = 900) -> tuple[list[Sequence], bool, list[Sequence]]:

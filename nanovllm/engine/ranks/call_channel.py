@@ -30,15 +30,16 @@ class CallWriter:
         """check: called while waiting for a worker; raises if one of them has gone. Raises MemoryError if there is no
         room for the segment."""
         self._check = check
-        self._segment = SharedMemory(f"nanovllm-{secrets.token_hex(8)}", create=True, size=SEGMENT_BYTES)
-        self.name = self._segment.name
+        self.segment = SharedMemory(f"nanovllm-{secrets.token_hex(8)}", create=True, size=SEGMENT_BYTES)
+        self.name = self.segment.name
         try:
             _reserve(self.name)
         except BaseException:
             self.unlink()
-            self._segment.close()
+            self.segment.close()
             raise
-        self._events, self._worker_events = zip(*(Pipe() for _ in range(num_workers)), strict=True)
+        events, self._worker_events = zip(*(Pipe() for _ in range(num_workers)), strict=True)
+        self.events = list(events)
         self._unread: list[Connection] = []
 
     def worker_event(self, worker: int) -> Connection:
@@ -54,7 +55,7 @@ class CallWriter:
         """Once all workers have attached: from here on the segment goes with its last process. Until then
         multiprocessing's resource tracker removes it."""
         with suppress(FileNotFoundError):  # if called again
-            self._segment.unlink()
+            self.segment.unlink()
 
     def write(self, message: bytes, deadline: float | None = None) -> None:
         """Send to all workers, in parts that fit the segment. Raises EOFError, OSError, or what check() raises, if a
@@ -67,17 +68,17 @@ class CallWriter:
                     if deadline is not None and time.monotonic() > deadline:
                         raise TimeoutError("a worker does not read its calls")
                 self._unread.pop().recv_bytes()
-            buffer = cast(memoryview, self._segment.buf)
+            buffer = cast(memoryview, self.segment.buf)
             buffer[:_HEADER_BYTES] = left.to_bytes(_HEADER_BYTES, "little")
             buffer[_HEADER_BYTES : _HEADER_BYTES + len(part)] = part
-            for event in self._events:
+            for event in self.events:
                 event.send_bytes(b"1")
                 self._unread.append(event)
 
     def close(self) -> None:
         self.unlink()
-        self._segment.close()
-        for event in (*self._events, *self._worker_events):
+        self.segment.close()
+        for event in (*self.events, *self._worker_events):
             event.close()
 
 
@@ -104,12 +105,12 @@ class CallReader:
     """A worker's end of the channel."""
 
     def __init__(self, name: str, event: Connection):
-        self._segment = SharedMemory(name)
+        self.segment = SharedMemory(name)
         self._event = event
 
     def read(self) -> bytes:
         """The next message. Raises EOFError or OSError if rank 0 has gone."""
-        message, buffer = b"", cast(memoryview, self._segment.buf)
+        message, buffer = b"", cast(memoryview, self.segment.buf)
         while True:
             self._event.recv_bytes()
             left = int.from_bytes(buffer[:_HEADER_BYTES], "little")
@@ -120,5 +121,5 @@ class CallReader:
                 return message
 
     def close(self) -> None:
-        self._segment.close()
+        self.segment.close()
         self._event.close()

@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
 import threading
@@ -19,8 +18,8 @@ from nanovllm.config import Config
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.call_channel import CallReader
 from nanovllm.engine.ranks.process_group import join_group, open_store, remove_store, share_memory
-from nanovllm.layers.parallel.tensor_parallel import CollectiveError
-from nanovllm.utils.progress import StartProgress
+from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
+from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
 
 MAIN_GUARD = (
     "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from: what the "
@@ -41,13 +40,30 @@ class WorkerSeat(NamedTuple):
 
     config: Config
     rank: int
-    device: torch.device
     num_threads: int
     store_folder: str
     segment: str
     event: Connection
     reports: Connection
     heartbeats: Connection
+
+
+class WorkerSide(Ranks):
+    """A worker's end of the channel, and its way to the others."""
+
+    def __init__(self, seat: WorkerSeat):
+        super().__init__()
+        self._seat = seat
+        self._calls = CallReader(seat.segment, seat.event)
+        self.shm = self._calls.segment
+
+    def meet(self) -> TensorParallel:
+        config, device = self._seat.config, device_of_rank(self._seat.config, self._seat.rank)
+        tp = join_group(open_store(self._seat.store_folder), self._seat.rank, config.tensor_parallel_size, device)
+        return share_memory(tp, config, device)
+
+    def read(self) -> bytes:
+        return self._calls.read()
 
 
 def check_may_spawn() -> None:
@@ -78,11 +94,16 @@ def worker_main(seat: WorkerSeat) -> None:
     ):
         threading.Thread(target=target, args=(argument,), name=name, daemon=True).start()
     try:
-        calls = CallReader(seat.segment, seat.event)
+        side = WorkerSide(seat)
         seat.reports.send(("attached", ""))
-        runner = _start(seat)
+        if seat.config.device == "cpu":
+            torch.set_num_threads(seat.num_threads)
+        else:
+            torch.cuda.set_device(device_of_rank(seat.config, seat.rank))
+        runner = ModelRunner(seat.config, seat.rank, side)
+        gc.freeze()  # These objects stay, and all ranks would wait while a collection looks at them.
         seat.reports.send(("ready", ""))
-        loop(runner, calls)
+        runner.loop()
     except BaseException as error:
         if isinstance(error, CollectiveError | EOFError):  # Another rank has gone: rank 0 should hear of that first.
             time.sleep(BLAME_SECONDS)
@@ -92,34 +113,6 @@ def worker_main(seat: WorkerSeat) -> None:
             remove_store(seat.store_folder)
         os._exit(1)  # An orderly end could wait for ranks that are gone.
     os._exit(0)  # Nothing is left to give back, and taking torch down takes half a second.
-
-
-def _start(seat: WorkerSeat) -> ModelRunner:
-    if seat.device.type == "cuda":
-        torch.cuda.set_device(seat.device)
-    else:
-        torch.set_num_threads(seat.num_threads)
-    runner = ModelRunner(seat.config, seat.device)
-    runner.check_model(seat.rank)
-    tp = join_group(open_store(seat.store_folder), seat.rank, seat.config.tensor_parallel_size, seat.device)
-    tp = share_memory(tp, seat.config, seat.device)
-    with StartProgress(is_wanted=False) as progress:
-        runner.start(tp, progress)
-    gc.freeze()  # These objects stay, and all ranks would wait while a collection looks at them.
-    return runner
-
-
-def loop(runner: ModelRunner, calls: CallReader) -> None:
-    """Do what rank 0 calls, until it calls exit."""
-    method = ""
-    while method != "exit":
-        method, *args = read_shm(calls)
-        getattr(runner, method)(*args)
-
-
-def read_shm(calls: CallReader) -> list:
-    """Wait for the next call of rank 0: [method, *arguments]."""
-    return pickle.loads(calls.read())
 
 
 def _send_heartbeats(heartbeats: Connection) -> None:

@@ -7,18 +7,19 @@ import signal
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import copy
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.shared_memory import SharedMemory
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.ranks.call_channel import CallWriter
 from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store, remove_store, share_memory
+from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
 from nanovllm.engine.ranks.worker import (
     BLAME_SECONDS,
     HEARTBEAT_SECONDS,
@@ -43,8 +44,8 @@ class WorkerError(RuntimeError):
     """A worker process died or failed; the message says which rank and how. The engine has ended: make a new one."""
 
 
-class Workers:
-    """The processes of ranks 1..N-1.
+class Workers(Ranks):
+    """The processes of ranks 1..N-1, which `meet` starts.
 
     A thread sleeps until one of them reports or ends. The first that fails or ends unasked, or shows no sign of life
     for watchdog_timeout, makes the `failure`; the thread then ends the others and aborts the collectives, so that rank
@@ -55,17 +56,17 @@ class Workers:
         is_interrupted: whether Ctrl-C has ended them, and nobody has been told.
     """
 
-    def __init__(self, config: Config, device: torch.device):
-        """Start them. device: rank 0's; on GPUs the others take the devices after it. Raises RuntimeError if this
-        process may start none."""
+    def __init__(self, config: Config):
+        """Raises RuntimeError if this process may start none."""
         check_may_spawn()
+        super().__init__()
         self.failure: str | None = None
         self.is_interrupted = False
-        self._config, self._device, self._size = config, device, config.tensor_parallel_size
+        self._config, self._device, self._size = config, device_of_rank(config, 0), config.tensor_parallel_size
         self._owner = os.getpid()
         self._condition = threading.Condition()
         self._stages: dict[int, set[str]] = {rank: set() for rank in range(1, self._size)}
-        self._processes: dict[int, multiprocessing.process.BaseProcess] = {}
+        self._processes: dict[int, BaseProcess] = {}
         self._reports: dict[int, Connection] = {}
         self._heartbeats: dict[int, Connection] = {}
         self._timeout = config.watchdog_timeout
@@ -73,22 +74,24 @@ class Workers:
         self._last_interrupt = 0.0
         self._group: TensorParallel | None = None
         self._has_ended = False
-        with processes_with_safe_path():  # Shared memory may start multiprocessing's resource tracker.
-            self._channel = CallWriter(self._size - 1, self.check)
+        self._channel: CallWriter | None = None
         self._interrupts = InterruptPipe()
         self._store_folder = os.path.join(_store_parent(), f"nanovllm-{secrets.token_hex(8)}")
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
-        try:
-            with held_interrupt(), processes_with_safe_path():
-                self._start(config)
-            self._watcher.start()
-            self._wait_for("attached")
-            self._channel.unlink()
-        except BaseException:
-            self.end()
-            raise
 
-    def _start(self, config: Config) -> None:
+    def _start(self) -> None:
+        """Start them, and wait until they have the segment."""
+        with processes_with_safe_path():  # Shared memory may start multiprocessing's resource tracker.
+            self._channel = channel = CallWriter(self._size - 1, self.check)
+        with held_interrupt(), processes_with_safe_path():
+            self._start_processes(channel)
+        self.processes, self.events = list(self._processes.values()), channel.events
+        self._watcher.start()
+        self._wait_for("attached")
+        channel.unlink()
+
+    def _start_processes(self, channel: CallWriter) -> None:
+        config = self._config
         context = multiprocessing.get_context("spawn")
         # Plain fields for hf_config: to unpickle its class a worker would import transformers, which takes long.
         config, hf_config = copy(config), config.hf_config
@@ -99,15 +102,13 @@ class Workers:
             for rank in range(1, self._size):
                 self._reports[rank], reports = context.Pipe(duplex=False)
                 self._heartbeats[rank], heartbeats = context.Pipe(duplex=False)
-                is_cpu = self._device.type == "cpu"
                 seat = WorkerSeat(
                     config=config,
                     rank=rank,
-                    device=self._device if is_cpu else torch.device("cuda", self._device.index + rank),
                     num_threads=threads_per_rank(self._size),
                     store_folder=self._store_folder,
-                    segment=self._channel.name,
-                    event=self._channel.worker_event(rank - 1),
+                    segment=channel.name,
+                    event=channel.worker_event(rank - 1),
                     reports=reports,
                     heartbeats=heartbeats,
                 )
@@ -118,12 +119,13 @@ class Workers:
                 heartbeats.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-            self._channel.close_worker_events()
+            channel.close_worker_events()
 
     # -- what rank 0 does with them --------------------------------------------------------------------------------
 
     def meet(self) -> TensorParallel:
-        """Rank 0's place among all ranks, once all of them are connected. Raises WorkerError."""
+        """Start them. Rank 0's place among all ranks, once all of them are connected. Raises WorkerError."""
+        self._start()
         store = open_store(self._store_folder)
         outcome: list[TensorParallel | BaseException] = []
 
@@ -172,10 +174,32 @@ class Workers:
         if self.failure is not None:
             raise WorkerError(self.failure)
 
-    def send(self, message: bytes) -> None:
+    @property
+    def shm(self) -> SharedMemory | None:  # type: ignore[override]
+        return None if self._channel is None else self._channel.segment
+
+    @contextmanager
+    def leaving(self) -> Iterator[None]:
+        with held_interrupt(), self.interruptible(1):
+            yield
+
+    @contextmanager
+    def calling(self, give_back: Callable[[], None]) -> Iterator[None]:
+        """With several ranks an exception ends the engine, because the ranks are out of step then. It is a WorkerError
+        if a worker caused it. Ctrl-C waits until rank 0 has done its part. A second Ctrl-C does not, and ends the
+        engine."""
+        try:
+            with held_interrupt(), self.interruptible(2):
+                yield
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            self.end_after(error, give_back)
+
+    def write(self, message: bytes) -> None:
         """A call, to all of them. Raises WorkerError or CollectiveError."""
         self.check()
-        if self._has_ended:
+        if self._has_ended or self._channel is None:
             raise RuntimeError("the engine's workers have ended: make a new LLM")
         try:
             self._channel.write(message)
@@ -207,7 +231,8 @@ class Workers:
             if is_asked and farewell is not None:
                 deadline += EXIT_SECONDS
                 try:
-                    self._channel.write(farewell, deadline)
+                    if self._channel is not None:
+                        self._channel.write(farewell, deadline)
                 except (EOFError, OSError, WorkerError):
                     is_asked, deadline = False, time.monotonic()
             running = [process.sentinel for process in self._processes.values()]
@@ -222,7 +247,8 @@ class Workers:
                 self._watcher.join(EXIT_SECONDS / 2)  # All that it waits for has ended.
             if not is_asked and self._group is not None:
                 abort_group(self._group)
-            self._channel.close()
+            if self._channel is not None:
+                self._channel.close()
             remove_store(self._store_folder)
             for connection in (*self._reports.values(), *self._heartbeats.values()):
                 connection.close()

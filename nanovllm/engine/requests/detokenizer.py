@@ -104,8 +104,9 @@ class Detokenizer:
     def text(self, seq: Sequence) -> str:
         """The text of a completion, up to the token that ended it."""
         end, ending = text_end(seq)
-        tokens = seq.tokens[seq.num_prompt_tokens : end].tolist()
-        return self.added_text(seq.tokens, seq.num_prompt_tokens, tokens, seq.params.skip_special_tokens) + ending
+        tokens = seq.token_ids[seq.num_prompt_tokens : end].tolist()
+        skip_special_tokens = seq.request.params.skip_special_tokens
+        return self.added_text(seq.token_ids, seq.num_prompt_tokens, tokens, skip_special_tokens) + ending
 
     def context(self, tokens: Tokens[int], end: int, skip_special_tokens: bool) -> tuple[list[int], str]:
         """The last of tokens[:end], and their text, such that whatever follows adds the same to it as to the text of
@@ -174,13 +175,14 @@ def common_prefix(first: str, second: str) -> str:
 def text_end(seq: Sequence) -> tuple[int, str]:
     """Where the tokens end that have text: before the token that ended the completion, unless it is asked for. And the
     stop string for which that token stands, if it is asked for: decoded, special tokens may be left out."""
-    end = len(seq.tokens) - (seq.pending_row >= 0)
-    is_ended_by_token = seq.finish_reason == "stop" and (seq.text_stream is None or seq.text_stream.stop_reason is None)
+    end, completion = seq.num_known_tokens, seq.completion
+    stream = completion.text_stream
+    is_ended_by_token = completion.finish_reason == "stop" and (stream is None or stream.stop_reason is None)
     if not is_ended_by_token:
         return end, ""
-    if not seq.params.include_stop_str_in_output:
+    if not seq.request.params.include_stop_str_in_output:
         return end - 1, ""
-    return (end - 1, seq.stop_reason) if isinstance(seq.stop_reason, str) else (end, "")
+    return (end - 1, completion.stop_reason) if isinstance(completion.stop_reason, str) else (end, "")
 
 
 def _decodes_by_backend(tokenizer: Any) -> bool:

@@ -1,9 +1,8 @@
 """LengthLimit: the longest sequence of an engine, and what to do about a longer prompt."""
 
 from collections.abc import Callable
-from typing import cast
+from typing import Any
 
-from nanovllm.config import Config
 from nanovllm.utils.long_texts import check_text
 
 
@@ -13,11 +12,12 @@ class LengthLimit:
         max_seq_len: tokens of the longest sequence that the engine can hold, prompt and completion.
     """
 
-    def __init__(self, config: Config, num_blocks: int):
-        """num_blocks: of the KV cache."""
-        self.config, self.num_blocks = config, num_blocks
-        self._max_model_len = cast(int, config.max_model_len)  # The checks made it a number.
-        self.max_seq_len: int = min(self._max_model_len, num_blocks * config.kvcache_block_size)
+    def __init__(self, config: Any):
+        """config: an engine's Config, with the KV cache's num_kvcache_blocks; without max_model_len, that is all."""
+        self.config, self.num_blocks = config, config.num_kvcache_blocks
+        capacity = self.num_blocks * config.kvcache_block_size
+        self._max_model_len: int = getattr(config, "max_model_len", capacity)
+        self.max_seq_len: int = min(self._max_model_len, capacity)
 
     def check(self, num_prompt_tokens: int) -> None:
         """Raises ValueError for a prompt that leaves no room for one completion token."""

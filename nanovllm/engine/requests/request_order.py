@@ -17,7 +17,7 @@ def longest_first(seqs: list[Sequence], max_seq_len: int, capacity: int, prefix_
     needed = sum(min(seq.num_tokens + limit, max_seq_len) for seq, limit in limits.items())
     if prefix_caching and needed > capacity:
         # Samples of one request share their prompt in any case, and stay side by side.
-        requests = {seq.request_id: seq for seq in seqs if seq.num_tokens >= seq.block_size}.values()
-        if len({seq.tokens[: seq.block_size].tobytes() for seq in requests}) < len(requests):
+        requests = {seq.request.request_id: seq for seq in seqs if seq.num_tokens >= seq.block_size}.values()
+        if len({seq.token_ids[: seq.block_size].tobytes() for seq in requests}) < len(requests):
             return seqs
     return sorted(seqs, key=limits.__getitem__, reverse=True)

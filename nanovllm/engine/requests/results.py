@@ -23,19 +23,20 @@ class Results:
     def record(self, finished: list[Sequence]) -> None:
         """Sequences that are complete, with their texts."""
         for seq in finished:
-            samples = self._samples[seq.prompt_index]
+            index = seq.request.prompt_index
+            samples = self._samples[index]
             samples.append(seq)
-            if len(samples) == seq.params.n:
-                self.ready[seq.prompt_index] = request_output(sorted(samples, key=attrgetter("sample")))
-                del self._samples[seq.prompt_index]
+            if len(samples) == seq.request.params.n:
+                self.ready[index] = request_output(sorted(samples, key=attrgetter("completion.sample")))
+                del self._samples[index]
 
 
 def request_output(samples: list[Sequence]) -> RequestOutput:
     first = samples[0]
     output = cast(RequestOutput, _sample_output(first))
     output["num_prompt_tokens"] = first.num_prompt_tokens
-    output["num_cached_tokens"] = max(first.num_shared_tokens, 0)
-    output["prompt_logprobs"] = first.prompt_logprobs
+    output["num_cached_tokens"] = max(first.completion.num_shared_tokens, 0)
+    output["prompt_logprobs"] = first.completion.prompt_logprobs
     if len(samples) > 1:
         output["samples"] = [_sample_output(seq) for seq in samples]
     return output
@@ -58,23 +59,33 @@ def error_output(error: Exception) -> RequestOutput:
     return as_result(output)
 
 
+def completion_logprobs(seq: Sequence, start: int = 0, end: int | None = None) -> list[dict[int, float]] | None:
+    """{token id: log-probability} for each completion token from start to end; None unless asked for."""
+    if seq.completion.logprobs is None:
+        return None
+    found, first = seq.completion.logprobs[start:end], seq.num_prompt_tokens + start
+    tokens = seq.token_ids[first : first + len(found)]
+    return [each if isinstance(each, dict) else {token: each} for token, each in zip(tokens, found, strict=True)]
+
+
 def _sample_output(seq: Sequence) -> SampleOutput:
-    arrival, end = seq.arrival_time, seq.finish_time
-    scheduled = end if seq.scheduled_time is None else seq.scheduled_time
-    num_tokens = len(seq.tokens) - seq.num_prompt_tokens
+    completion = seq.completion
+    arrival, end = completion.arrival_time, completion.finish_time
+    scheduled = end if completion.scheduled_time is None else completion.scheduled_time
+    num_tokens = seq.num_completion_tokens
     output = SampleOutput(
-        text=seq.text,
+        text=completion.text,
         token_ids=seq.completion_token_ids,
-        finish_reason=cast(str, seq.finish_reason),
-        stop_reason=seq.stop_reason,
-        logprobs=seq.completion_logprobs(),
+        finish_reason=cast(str, completion.finish_reason),
+        stop_reason=completion.stop_reason,
+        logprobs=completion_logprobs(seq),
         metrics=RequestMetrics(
             queued=scheduled - arrival,
-            time_to_first_token=None if seq.first_token_time is None else seq.first_token_time - arrival,
+            time_to_first_token=None if completion.first_token_time is None else completion.first_token_time - arrival,
             total=end - arrival,
             tokens_per_second=num_tokens / (end - scheduled) if end > scheduled else 0.0,
         ),
     )
-    if seq.error is not None:
-        output["error"] = seq.error
+    if completion.error is not None:
+        output["error"] = completion.error
     return cast(SampleOutput, Result(output))

@@ -3,13 +3,12 @@
 import secrets
 from array import array
 from collections.abc import Iterable
-from dataclasses import replace
-from itertools import count
 from typing import Any
 
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
+from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
@@ -33,14 +32,12 @@ class SequenceMaker:
     def __init__(self, config: Config, tokenizer: Any, length_limit: LengthLimit):
         """tokenizer: None accepts token ids only."""
         self.num_requests = 0
-        self._seq_ids = count()
         self._tokenizer = tokenizer
         has_bos = getattr(tokenizer, "bos_token_id", None) is not None
         self._check_bos = BosCheck(tokenizer) if has_bos else None
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._vocab_size = config.hf_config.vocab_size
         self._eos = config.eos
-        self._block_size = config.kvcache_block_size
         # From it requests without a seed get one each.
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._length_limit = length_limit
@@ -93,7 +90,7 @@ class SequenceMaker:
                 f"request_id={quoted(request_id)}: must be an id from add_request() or a StreamDelta, or None"
             )
         if not 0 <= request_id < self.num_requests:
-            known = sorted({seq.request_id for seq in unfinished})
+            known = sorted({seq.request.request_id for seq in unfinished})
             ids = ", ".join(map(str, known[:10])) + (", ..." if len(known) > 10 else "")
             raise ValueError(
                 f"request_id={quoted(request_id)}: there is no such request; unfinished are: {ids or 'none'}"
@@ -129,21 +126,16 @@ class SequenceMaker:
         self.num_requests += 1
         # A hash and not a sum, so that neighbouring requests do not draw from related streams.
         seed = _hash_seed(request_id, self._seed) if params.seed is None else params.seed
+        request = Request(params, request_id, index, special.logit_edits, special.stop_tokens)
         seqs = []
         for sample in range(params.n):
             form = params.structured_outputs
             grammar = None if special.grammars is None or form is None else special.grammars.start(form)
-            seq = Sequence(next(self._seq_ids), tokens, params, self._block_size, seed, grammar, special.logit_edits)
-            seq.request_id, seq.prompt_index, seq.sample = request_id, index, sample
-            if sample:
-                seq.seed = _hash_seed(sample, seed)
-            seq.stop_tokens = special.stop_tokens
+            completion = Completion.of(request, sample, len(tokens), grammar)
             if self.detokenizer is not None and (streams or params.stop):
-                seq.text_stream = TextStream(self.detokenizer, params, special.stop_strings)
-            seqs.append(seq)
-            if params.prompt_logprobs is not None and params.n > 1:
-                # The first sample's are all the others'.
-                params = replace(params, prompt_logprobs=None, prompt_logprobs_start=0)
+                completion.text_stream = TextStream(self.detokenizer, params, special.stop_strings)
+            of_sample = _hash_seed(sample, seed) if sample else seed
+            seqs.append(Sequence(tokens, params, request, completion, of_sample))
         return seqs
 
     def encode_all(self, prompts: list[Prompt], name: str, **options: Any) -> list[array]:

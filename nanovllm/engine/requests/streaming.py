@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.engine.requests.outputs import RequestOutput, StreamDelta, as_result
 from nanovllm.engine.requests.prompts import Prompt
-from nanovllm.engine.requests.results import Results, error_output
+from nanovllm.engine.requests.results import Results, completion_logprobs, error_output
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
@@ -19,23 +19,24 @@ def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[Strea
     aborted since the last step."""
     ended = set(finished)
     for seq in dict.fromkeys([*seqs, *finished]):
-        first, start, is_last = seq.num_prompt_tokens, seq.num_streamed_tokens, seq in ended
+        completion = seq.completion
+        first, start, is_last = seq.num_prompt_tokens, completion.num_streamed_tokens, seq in ended
         end = seq.num_known_tokens - first
         if start == end and not is_last:
             continue
-        seq.num_streamed_tokens = end
+        completion.num_streamed_tokens = end
         delta = StreamDelta(
-            index=seq.prompt_index,
-            sample=seq.sample,
-            request_id=seq.request_id,
-            text=None if seq.text_stream is None else seq.text_stream.take(),
-            token_ids=seq.tokens[first + start : first + end].tolist(),
-            logprobs=seq.completion_logprobs(start, end),
-            finish_reason=seq.finish_reason if is_last else None,
-            stop_reason=seq.stop_reason if is_last else None,
+            index=seq.request.prompt_index,
+            sample=completion.sample,
+            request_id=seq.request.request_id,
+            text=None if completion.text_stream is None else completion.text_stream.take(),
+            token_ids=seq.token_ids[first + start : first + end].tolist(),
+            logprobs=completion_logprobs(seq, start, end),
+            finish_reason=completion.finish_reason if is_last else None,
+            stop_reason=completion.stop_reason if is_last else None,
         )
-        if is_last and seq.error is not None:
-            delta["error"] = seq.error
+        if is_last and completion.error is not None:
+            delta["error"] = completion.error
         yield as_result(delta)
 
 

@@ -101,12 +101,12 @@ class TextStream:
             return False
         first, (end, _) = seq.num_prompt_tokens, text_end(seq)
         if self._is_whole is None:  # Not before, because thousands of sequences may be waiting.
-            self._window, self._base = self._context(seq.tokens, first)
+            self._window, self._base = self._context(seq.token_ids, first)
             self._is_whole = _is_whole(self._base) and not may_be_byte(self._piece(self._window[-1]))
-        for token_id in seq.tokens[first + self.num_tokens : seq.num_known_tokens].tolist():
+        for token_id in seq.token_ids[first + self.num_tokens : seq.num_known_tokens].tolist():
             # A token that has ended the sequence is left out of its text, but may complete a stop string.
             if self._push(seq, token_id, is_shown=first + self.num_tokens < end):
-                seq.finish_reason, seq.stop_reason = "stop", self.stop_reason
+                seq.completion.finish_reason, seq.completion.stop_reason = "stop", self.stop_reason
                 return True
         return False
 
@@ -120,7 +120,7 @@ class TextStream:
         if piece is None:
             return False
         if self._window is None:
-            self._window, self._base = self._context(seq.tokens, seq.num_prompt_tokens + self.num_tokens - 1)
+            self._window, self._base = self._context(seq.token_ids, seq.num_prompt_tokens + self.num_tokens - 1)
         byte = self._detokenizer.byte_tokens.get(token_id)
         if byte is None:
             self._run = None

@@ -1,9 +1,9 @@
-"""CUDA graphs of the decode step, one for each of several batch sizes."""
+"""CUDA graphs of decode steps, one for each of several batch sizes, of each kind of step."""
 
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,36 +32,46 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)
 
 
+class StepKind(NamedTuple):
+    """Decode steps of one kind have graphs of their own."""
+
+    is_mixed: bool = False
+    shares_reads: bool = False  # as of the step
+    gives_logits: bool = False  # It ends at the logits; else a token is drawn behind them.
+
+    @property
+    def text(self) -> str:
+        """For the log, behind a noun."""
+        return " of mixed steps" if self.is_mixed else " of speculative steps" if self.shares_reads else ""
+
+
 class DecodeGraphs:
-    """Graphs of one function of the batch size, in one memory pool. There are none before `use_sizes`.
+    """Graphs of one function of the batch size. There are none before `use_sizes`.
 
     Attributes:
         sizes: batch sizes that have a graph, or may get one by `capture`.
         size_for: {number of sequences: the size at which they run}, for each number that has one.
-        pool: the memory; None before the first graph.
+        graphs: {batch size: its graph}.
+        pool: their memory; None before the first graph.
     """
 
     def __init__(self, device: torch.device):
         self.sizes: list[int] = []
         self.size_for: dict[int, int] = {}
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.pool: Any = None
         self._device = device
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def use_sizes(self, sizes: list[int], pool: Any = None) -> None:
-        """Say which graphs there may be. pool: memory of another DecodeGraphs, whose graphs never run while these do;
-        None allocates some."""
-        self.sizes, self.pool = sizes, pool or torch.cuda.graph_pool_handle()
+    def use_sizes(self, sizes: list[int], pool: Any) -> None:
+        """Say which graphs there may be. pool: memory that others use too which never run while these do."""
+        self.sizes, self.pool = sizes, pool
         self.size_for = {n: sizes[bisect_left(sizes, n)] for n in range(1, sizes[-1] + 1)}
 
-    def clear(self) -> None:
-        """Give the graphs and their memory back. `use_sizes` begins anew."""
-        self._graphs.clear()
-        self.sizes, self.size_for, self.pool = [], {}, None
-
     def capture_all(self, decode: Compute, prepare: Compute, tell: Callable[[int, int], None]) -> None:
-        """Capture each size, the largest first, so that the smaller ones fit into its memory. decode, prepare: as for
-        `capture`. tell: as for `ModelRunner.capture_cudagraph`."""
+        """Capture each size, the largest first, so that the smaller ones fit into its memory.
+
+        decode, prepare: as for `capture`. tell: called with the number of graphs captured so far, and of all.
+        """
         for i, size in enumerate(reversed(self.sizes)):
             tell(i, len(self.sizes))
             self.capture(size, decode, prepare)
@@ -75,7 +85,7 @@ class DecodeGraphs:
             prepare: fills them with padding and launches every kernel that decode(n) launches, because a capture can
                 neither load nor compile one.
         """
-        if batch_size in self._graphs:
+        if batch_size in self.graphs:
             return
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.device(self._device):
@@ -86,7 +96,37 @@ class DecodeGraphs:
             stream = _capture_stream(self._device)
             with torch.cuda.graph(graph, self.pool, stream=stream, capture_error_mode="thread_local"):
                 decode(batch_size)
-        self._graphs[batch_size] = graph
+        self.graphs[batch_size] = graph
 
     def replay(self, batch_size: int) -> None:
-        self._graphs[batch_size].replay()
+        self.graphs[batch_size].replay()
+
+
+class StepGraphs(dict[StepKind, DecodeGraphs]):
+    """The graphs of every kind of step; none before the first `use_sizes`.
+
+    Attributes:
+        pool: the memory that they share, because a step runs one of them.
+        logits: where those end that give logits, [largest batch of a graph, vocab_size]; None before the first.
+    """
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self._device = device
+        self.pool: Any = None
+        self.logits: torch.Tensor | None = None
+
+    def __missing__(self, kind: StepKind) -> DecodeGraphs:
+        self[kind] = graphs = DecodeGraphs(self._device)
+        return graphs
+
+    def use_sizes(self, kind: StepKind, sizes: list[int]) -> DecodeGraphs:
+        """The graphs of a kind of step, which may have these sizes from now on."""
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        self[kind].use_sizes(sizes, self.pool)
+        return self[kind]
+
+    def clear(self) -> None:
+        """Give all graphs and their memory back. `use_sizes` begins anew."""
+        super().clear()
+        self.pool = self.logits = None

@@ -1,10 +1,13 @@
 """A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
+from array import array
+from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from nanovllm.engine.runner.cuda_graphs import StepKind
 from nanovllm.engine.runner.packed_arrays import PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -99,19 +102,17 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def for_model(
-        self, num_sampled: int, num_rows: int, is_mixed: bool = False, shares_reads: bool = False
-    ) -> ModelInputs:
-        """The first rows, of which num_sampled are sampled from. is_mixed, shares_reads: as of the step."""
+    def for_model(self, num_sampled: int, num_rows: int, kind: StepKind = StepKind()) -> ModelInputs:  # noqa: B008
+        """The first rows of a step of this kind, of which num_sampled are sampled from."""
         rows = self.rows
         context = Context(
             slot_mapping=rows["slot_mapping"][:num_rows],
             context_lens=rows["context_lens"][:num_rows],
             block_tables=rows["block_tables"][:num_rows],
-            attention=self._backend.arguments(rows, num_rows, shares_reads),
-            num_sampled=num_sampled if is_mixed else None,
+            attention=self._backend.arguments(rows, num_rows, kind.shares_reads),
+            num_sampled=num_sampled if kind.is_mixed else None,
             slots=rows["slots"][:num_rows] if "slots" in rows else None,
-            row_order=rows["row_order"][:num_rows] if is_mixed and "slots" in rows else None,
+            row_order=rows["row_order"][:num_rows] if kind.is_mixed and "slots" in rows else None,
         )
         positions, sampling = rows["positions"], (rows["temperatures"][:num_sampled], rows["seeds"][:num_sampled])
         return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_sampled])
@@ -143,8 +144,8 @@ class DecodeInputs:
             else:
                 continue
             written[row] = table, len(table)
-        lens = [len(seq.tokens) for seq in seqs]
-        tokens = [seq.tokens[-1] for seq in seqs]
+        lens = [seq.num_tokens for seq in seqs]
+        tokens = [seq.last_token for seq in seqs]
         owners = np.zeros(0, np.int64)
         if step.num_prefilled:
             owners = _append_prompts(seqs, lens, tokens)
@@ -157,7 +158,7 @@ class DecodeInputs:
         host["context_lens"][:num_tokens] = context_lens
         blocks = tables[np.arange(num_tokens), positions // block_size]
         host["slot_mapping"][:num_tokens] = blocks * block_size + positions % block_size
-        host["temperatures"][:n] = [seq.params.temperature for seq in seqs]
+        host["temperatures"][:n] = [seq.temperature for seq in seqs]
         host["seeds"][:n] = [seq.seed for seq in seqs]
         host["tokens"][:num_tokens] = tokens
         host["pending_rows"][:n] = [seq.pending_row for seq in seqs]
@@ -216,15 +217,62 @@ def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[
     owners, num_others = [], []
     for row in range(len(seqs) - 1, -1, -1):
         seq = seqs[row]
-        if not seq.is_prefilling:
+        if not seq.is_prefill:
             break
         start, last = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens - 1
-        context_lens[row], tokens[row] = last + 1, seq.tokens[last]
+        context_lens[row], tokens[row] = last + 1, seq.token_ids[last]
         context_lens.extend(range(start + 1, last + 1))
-        tokens.extend(seq.tokens[start:last])
+        tokens.extend(seq.token_ids[start:last])
         owners.append(row)
         num_others.append(last - start)
     return np.repeat(owners, num_others)
+
+
+def write_prefill(step: Step, block_size: int) -> None:
+    """Give a prefill its arrays: the flat batch of the sequences' scheduled tokens."""
+    seqs = step.seqs
+    cached = np.array([seq.num_cached_tokens for seq in seqs])
+    num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
+    num_keys = cached + num_new
+    # No Python loop over tokens or blocks, because the device waits for the first step of a batch.
+    tokens = array("i")
+    for seq in seqs:
+        tokens += seq.token_ids[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
+    ends = np.cumsum(num_new)
+    positions = np.arange(len(tokens)) + np.repeat(num_keys - ends, num_new)
+    tables = padded_block_tables(seqs)
+    blocks = positions // block_size  # index in the sequence's table
+    # Of each token's table in the flat tables.
+    first_blocks = np.repeat(np.arange(len(seqs)) * tables.shape[1], num_new)
+    # block * block_size + positions % block_size
+    slots = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
+    step.num_sampled, step.num_rows = len(seqs), len(tokens)
+    step.max_seqlen_q, step.max_seqlen_k = int(num_new.max()), int(num_keys.max())
+    step.reads_cache = bool(cached.any())
+    step.arrays = {
+        "input_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
+        "positions": positions,
+        "seeds": np.array([seq.seed for seq in seqs]),
+        "sample_positions": num_keys - 1,
+        "last_tokens": ends - 1,
+        "temperatures": np.array([seq.temperature for seq in seqs], np.float32),
+        "slot_mapping": slots.astype(np.int32),
+        "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
+        "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
+        "block_tables": tables,
+    }
+    if seqs[0].place is not None:
+        places = [seq.place.slots_of_step(seq.num_cached_tokens) for seq in seqs]
+        step.arrays["slots"] = np.ascontiguousarray(np.array(places, np.int32).T)
+
+
+def padded_block_tables(seqs: list[Sequence]) -> np.ndarray:
+    """The sequences' block tables, int32 [num_seqs, max_blocks], right-padded with -1."""
+    lens = np.array([len(seq.block_table) for seq in seqs])
+    tables = np.full((len(seqs), lens.max()), -1, np.int32)
+    in_table = np.arange(lens.max()) < lens[:, None]
+    tables[in_table] = list(chain.from_iterable([seq.block_table for seq in seqs]))
+    return tables
 
 
 def send_prefill(step: Step, device: torch.device) -> ModelInputs:

@@ -1,20 +1,21 @@
 """LogitSteps: steps with a request that asks for more than a temperature: first the logits, then the sampling."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.config import Config
-from nanovllm.engine.runner.cuda_graphs import DecodeGraphs
+from nanovllm.engine.runner.cuda_graphs import StepGraphs, StepKind
 from nanovllm.engine.runner.inputs import DecodeInputs, ModelInputs, send_prefill
 from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.sampling.logprobs import prompt_logprobs
 from nanovllm.engine.sampling.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.step import Step
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.context import step_context
 
 
@@ -28,18 +29,15 @@ class LogitSteps:
     def __init__(
         self,
         config: Config,
-        model: DecoderForCausalLM,
+        model: Any,
         inputs: DecodeInputs,
-        plain_graphs: DecodeGraphs,
+        graphs: StepGraphs,
         tp: TensorParallel,
     ):
-        """plain_graphs: of other decode steps, whose sizes and memory the graphs of these steps share."""
+        """graphs: of the engine, to which those that end at the logits are added as they are needed."""
         self.pipeline: SamplingPipeline | None = None  # rank 0's, from the first step on
-        # They end at the logits, and are captured as they are needed. Key: do rows share reads?
-        self.graphs = {key: DecodeGraphs(inputs.sampled.device) for key in (False, True)}
-        self.logits: Tensor | None = None  # rank 0's, [largest batch of a graph, vocab_size], where they end
         self._config, self._model, self._inputs, self._tp = config, model, inputs, tp
-        self._plain_graphs = plain_graphs
+        self._graphs = graphs
         self._draws = tp.rank == 0
         self._num_sampled = 0  # of the step whose tokens are to be drawn
 
@@ -58,27 +56,25 @@ class LogitSteps:
         if step.prompt_rows:
             context = replace(inputs.context, last_tokens=None)
             hidden_states = self._hidden_states(inputs._replace(context=context))
-            step.prompt_logprobs = prompt_logprobs(step, hidden_states, self._full_logits)
+            step.prompt_logprobs = prompt_logprobs(step, hidden_states, self.full_logits)
             hidden_states = hidden_states[inputs.context.last_tokens]
         else:
             hidden_states = self._hidden_states(inputs)
-        logits = self._full_logits(hidden_states)
+        logits = self.full_logits(hidden_states)
         if self._draws:
             step.logits = logits
             step.temperatures, step.seeds, step.positions = inputs.temperatures, inputs.seeds, inputs.sample_positions
 
     def _decode(self, step: Step) -> None:
         n, inputs = step.num_sampled, self._inputs
+        logits: Tensor | None
         if step.graph_size:
-            self._capture(step.graph_size, step.shares_reads)
+            self.capture(step.graph_size, step.shares_reads)
             inputs.send(step)
-            self.graphs[step.shares_reads].replay(step.graph_size)
-            logits = self.logits
+            logits = self.replay(step.graph_size, step.shares_reads)
         else:
             inputs.send(step)
-            logits = self._full_logits(
-                self._hidden_states(inputs.for_model(n, step.num_rows, shares_reads=step.shares_reads))[:n]
-            )
+            logits = self.full_logits(self._hidden_states(inputs.for_model(n, step.num_rows, step.kind))[:n])
         if self._draws and logits is not None:
             step.logits, step.fed_tokens = logits[:n], inputs.input_ids[:n]
             names = ("temperatures", "seeds", "positions")
@@ -86,35 +82,51 @@ class LogitSteps:
 
     def _hidden_states(self, inputs: ModelInputs) -> Tensor:
         with step_context(inputs.context):
-            return self._model(inputs.input_ids, inputs.positions)
+            return self._model.hidden_states(inputs.input_ids, inputs.positions)
 
-    def _full_logits(self, hidden_states: Tensor) -> Tensor:
-        return self._model.gather_logits(self._model.compute_logits(hidden_states))
+    def full_logits(self, hidden_states: Tensor) -> Tensor:
+        """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size]. All ranks must call it."""
+        return self._model.gather_logits(self._model.shard_logits(hidden_states))
 
-    def _capture(self, batch_size: int, shares_reads: bool) -> None:
-        """Have a graph of this size that ends at the logits. Captured when it is first needed, in the other graphs'
-        memory, because a step runs one or the other. All ranks come here at the same step, and capture together."""
-        graphs, plain = self.graphs[shares_reads], self._plain_graphs
-        if self._draws and self.logits is None:
-            options = {"dtype": self._config.dtype, "device": self._inputs.sampled.device}
-            self.logits = torch.empty(plain.sizes[-1], self._config.hf_config.vocab_size, **options)
+    def capture_all(self, tell: Callable[[int, int], None]) -> None:
+        """Capture the graphs of all sizes now, for a model whose steps all give logits."""
+        sizes = self._graphs[StepKind()].sizes
+        for i, size in enumerate(reversed(sizes)):
+            tell(i, len(sizes))
+            self.capture(size)
+
+    def capture(self, batch_size: int, shares_reads: bool = False) -> None:
+        """Have a graph of this size that ends at the logits. Captured when it is first needed. All ranks come here at
+        the same step, and capture together."""
+        graphs, sizes = self._graphs[StepKind(False, shares_reads, True)], self._graphs[StepKind()].sizes
         if not graphs.sizes:
-            graphs.use_sizes(plain.sizes, plain.pool)
+            graphs = self._graphs.use_sizes(StepKind(False, shares_reads, True), sizes)
+        if self._draws and self._graphs.logits is None:
+            dtype, device = self._config.dtype, self._inputs.sampled.device
+            self._graphs.logits = torch.empty(sizes[-1], self._config.hf_config.vocab_size, dtype=dtype, device=device)
         options = {"shares_reads": shares_reads}
         graphs.capture(batch_size, partial(self._store_logits, **options), partial(self._run_padding, **options))
+
+    def replay(self, batch_size: int, shares_reads: bool = False) -> Tensor | None:
+        """The logits of the rows that the inputs hold, on a rank that samples: [largest size, vocab_size]."""
+        self._graphs[StepKind(False, shares_reads, True)].replay(batch_size)
+        return self._graphs.logits
 
     def _run_padding(self, batch_size: int, shares_reads: bool) -> None:
         self._inputs.pad(batch_size, shares_reads)
         self._store_logits(batch_size, shares_reads)
 
     def _store_logits(self, batch_size: int, shares_reads: bool) -> None:
-        hidden_states = self._hidden_states(self._inputs.for_model(batch_size, batch_size, shares_reads=shares_reads))
-        if self.logits is not None and self._tp.size == 1:  # A copy of all logits would read and write them once more.
-            self._model.compute_logits(hidden_states, out=self.logits[:batch_size])
+        hidden_states = self._hidden_states(
+            self._inputs.for_model(batch_size, batch_size, StepKind(False, shares_reads))
+        )
+        out = self._graphs.logits
+        if out is not None and self._tp.size == 1:  # A copy of all logits would read and write them once more.
+            self._model.shard_logits(hidden_states, out=out[:batch_size])
             return
-        logits = self._full_logits(hidden_states)
-        if self.logits is not None:
-            self.logits[:batch_size] = logits
+        logits = self.full_logits(hidden_states)
+        if out is not None:
+            out[:batch_size] = logits
 
     # -- the second half -----------------------------------------------------------------------------------------
 

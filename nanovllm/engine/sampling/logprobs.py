@@ -71,9 +71,9 @@ def record_prompt_logprobs(found: LogprobRows, seqs: list[Sequence]) -> None:
     """Give a step's sequences the log-probabilities of the prompt tokens that it has computed."""
     for row, logprobs in found.by_row().items():
         seq = seqs[row]
-        known = cast(list[dict[int, float] | None], seq.prompt_logprobs)
+        known = cast(list[dict[int, float] | None], seq.completion.prompt_logprobs)
         known += logprobs
-        seq.first_needed_logits = len(known) - 1 if len(known) < seq.num_prompt_tokens else sys.maxsize
+        seq.completion.first_needed_logits = len(known) - 1 if len(known) < seq.num_prompt_tokens else sys.maxsize
 
 
 def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int, int]]:
@@ -82,7 +82,7 @@ def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int, int]]:
     rows, start = [], 0
     for i, seq in enumerate(seqs):
         num_cached, num_scheduled = seq.num_cached_tokens, seq.num_scheduled_tokens
-        first = max(num_cached, seq.first_needed_logits)
+        first = max(num_cached, seq.completion.first_needed_logits)
         # The last prompt token predicts the first one of the completion.
         end = min(num_cached + num_scheduled, seq.num_prompt_tokens - 1)
         if first < end:
@@ -110,8 +110,8 @@ def prompt_logprobs(
     owners, targets = {}, []
     for row, _, count, first in step.prompt_rows:
         seq = step.seqs[row]
-        owners[row] = count, cast(int, seq.params.prompt_logprobs)
-        targets.append(np.frombuffer(seq.tokens, np.int32)[first : first + count])
+        owners[row] = count, cast(int, seq.request.params.prompt_logprobs)
+        targets.append(np.frombuffer(seq.token_ids, np.int32)[first : first + count])
     num_top = max(num_top for _, num_top in owners.values())
     arrays = {"targets": np.concatenate(targets).astype(np.int64)}
     tokens = send_arrays(arrays, hidden_states.device)["targets"].split(_POSITIONS_AT_ONCE)

@@ -55,7 +55,7 @@ class SamplingPipeline:
         rows: torch.Tensor | slice = device["reported"]
         reported = arrays["reported"].tolist()
         seqs: list[Any] = step.rows or step.seqs
-        wanted = [cast(int, seqs[row].params.logprobs) for row in reported]
+        wanted = [cast(int, seqs[row].request.params.logprobs) for row in reported]
         owners, num_top = dict(zip(reported, zip(repeat(1), wanted), strict=True)), max(wanted)
         if len(reported) == len(tokens):
             rows = slice(None)  # of all: a gather would copy all logits
@@ -70,7 +70,7 @@ class SamplingPipeline:
         found = token_logprobs(reported_logits, tokens[rows], num_top, device.get("others"))
         num_others = {}
         if "others" in device:
-            num_others = {row: len(ids) for row in reported if (ids := seqs[row].params.logprob_token_ids)}
+            num_others = {row: len(ids) for row in reported if (ids := seqs[row].request.params.logprob_token_ids)}
         return tokens, LogprobRows(owners, *found, self.reports_processed, num_others)
 
     def _edited(
@@ -104,14 +104,14 @@ class SamplingPipeline:
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
-            params = seq.params
+            params = seq.request.params
             if params.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
                 continue
             if params.logprobs is not None:
                 reported.append(row)
             if params.draws_plainly:
                 continue
-            edits, first = seq.logit_edits, row * self.vocab_size
+            edits, first = seq.request.logit_edits, row * self.vocab_size
             if params.truncates:
                 truncated.append(row)
             if params.penalizes:
@@ -119,30 +119,32 @@ class SamplingPipeline:
             if edits is not None and len(edits.biases):
                 flat["biased"].append(edits.bias_tokens + first)
                 flat["biases"].append(edits.biases)
-            if seq.grammar is not None or (edits is not None and edits.needs_mask):
+            if seq.completion.grammar is not None or (edits is not None and edits.needs_mask):
                 masked.append(row)
                 continue
             forbidden = []
             if edits is not None:
                 forbidden.append(edits.banned)
-                forbidden.append(np.array(edits.completing(seq.tokens, seq.num_completion_tokens), np.int64))
+                forbidden.append(np.array(edits.completing(seq.token_ids, seq.num_completion_tokens), np.int64))
             if params.min_tokens and _is_too_short(seq):
                 forbidden.append(np.array(self._ends(seq), np.int64))
             if not forbidden:
                 continue
             flat["forbidden"] += [tokens + first for tokens in forbidden]
             if sum(map(len, forbidden)) >= self.vocab_size and len(set(np.concatenate(forbidden))) == self.vocab_size:
-                seq.error = "no token is left to draw: bad_words and min_tokens, which keeps away the ends, exclude all"
+                seq.completion.error = (
+                    "no token is left to draw: bad_words and min_tokens, which keeps away the ends, exclude all"
+                )
         arrays = {name: np.concatenate(values) for name, values in flat.items() if values}
         if reported:
             arrays["reported"] = np.array(reported, np.int64)
-            others = [seqs[row].params.logprob_token_ids or () for row in reported]
+            others = [seqs[row].request.params.logprob_token_ids or () for row in reported]
             if any(others):
                 arrays["others"] = np.zeros((len(reported), max(map(len, others))), np.int64)
                 for entry, wanted in zip(arrays["others"], others, strict=True):
                     entry[: len(wanted)] = wanted
         if truncated:
-            truncations = [seqs[row].params for row in truncated]
+            truncations = [seqs[row].request.params for row in truncated]
             for name, off, dtype in (("top_k", 0, np.int32), ("top_p", 1, np.float32), ("min_p", 0, np.float32)):
                 arrays[name] = np.full(len(seqs), off, dtype)
                 arrays[name][truncated] = list(map(attrgetter(name), truncations))
@@ -161,10 +163,10 @@ class SamplingPipeline:
         is_current = np.array(current) & (not is_prefill) & [not isinstance(seq, ProposedRow) for seq in penalized]
         prompt_tokens, completion_tokens = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
         for i in np.flatnonzero(~is_current).tolist():
-            tokens = np.frombuffer(penalized[i].tokens, np.int32) + state_rows[i] * self.vocab_size
+            tokens = np.frombuffer(penalized[i].token_ids, np.int32) + state_rows[i] * self.vocab_size
             prompt_tokens.append(tokens[: penalized[i].num_prompt_tokens])
             completion_tokens.append(tokens[penalized[i].num_prompt_tokens :])
-        params = [seq.params for seq in penalized]
+        params = [seq.request.params for seq in penalized]
         strengths = [(p.presence_penalty, p.frequency_penalty, p.repetition_penalty) for p in params]
         return {
             "penalized": penalized_rows,
@@ -181,55 +183,59 @@ class SamplingPipeline:
         bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
         grammars = []
         for i, seq in enumerate(seqs[row] for row in rows):
-            if seq.grammar is not None:
-                fault = seq.grammar.advance(seq.tokens, seq.num_completion_tokens)
+            grammar = seq.completion.grammar
+            if grammar is not None:
+                fault = grammar.advance(seq.token_ids, seq.num_completion_tokens)
                 if fault is not None:
-                    seq.error = f"structured_outputs: the form cannot be followed any further: {fault}"
+                    seq.completion.error = f"structured_outputs: the form cannot be followed any further: {fault}"
                 if isinstance(seq, ProposedRow):  # Its sequence goes on from before the proposed tokens.
                     self._fill_masks([(seq, i)], bitmask)
-                    seq.grammar.rewind(seq.num_proposed)
+                    grammar.rewind(seq.num_proposed)
                 else:
                     grammars.append((seq, i))
         if grammars:
             self._fill_masks(grammars, bitmask)
         for mask, row in zip(bitmask, rows, strict=True):
             self._narrow(mask, seqs[row])
-            if seqs[row].error is not None:
+            if seqs[row].completion.error is not None:
                 mask.fill(0)  # The sampler finds no token, which ends the sequence.
         return {"masked": np.array(rows, np.int64), "bitmask": bitmask}
 
     @staticmethod
     def _fill_masks(seqs: list[tuple[Any, int]], bitmask: np.ndarray) -> None:
         """Of sequences with a grammar, each into its row."""
-        seqs[0][0].grammar.grammars.fill_masks([(seq.grammar, row) for seq, row in seqs], bitmask)
+        seqs[0][0].completion.grammar.grammars.fill_masks([(seq.completion.grammar, row) for seq, row in seqs], bitmask)
         for seq, row in seqs:
-            if seq.grammar.is_stuck(bitmask[row]):
-                seq.error = seq.error or "structured_outputs: no text that begins like this one has the form"
+            if seq.completion.grammar.is_stuck(bitmask[row]):
+                _fail(seq, "structured_outputs: no text that begins like this one has the form")
 
     def _narrow(self, mask: np.ndarray, seq: Sequence) -> None:
         """Remove from a mask what the request forbids. If nothing is left, the sequence gets an error."""
-        edits = seq.logit_edits
+        edits = seq.request.logit_edits
         if edits is not None:
             mask &= edits.mask
-            forbid(mask, edits.completing(seq.tokens, seq.num_completion_tokens))
+            forbid(mask, edits.completing(seq.token_ids, seq.num_completion_tokens))
         if mask.any() and _is_too_short(seq):
             forbid(mask, self._ends(seq))
             if not mask.any():
-                seq.error = seq.error or (
-                    f"min_tokens={seq.params.min_tokens}: after {seq.num_completion_tokens} tokens nothing but an end "
-                    "may follow"
-                )
+                limit, num_tokens = seq.request.params.min_tokens, seq.num_completion_tokens
+                _fail(seq, f"min_tokens={limit}: after {num_tokens} tokens nothing but an end may follow")
         if not mask.any():
-            seq.error = seq.error or (
-                "no token is left to draw: structured_outputs, allowed_token_ids and bad_words exclude all of them"
+            _fail(
+                seq, "no token is left to draw: structured_outputs, allowed_token_ids and bad_words exclude all of them"
             )
 
     def _ends(self, seq: Sequence) -> list[int]:
-        return [token for token in {*self.eos, *seq.params.stop_token_ids} if token < self.vocab_size]
+        return [token for token in {*self.eos, *seq.request.params.stop_token_ids} if token < self.vocab_size]
+
+
+def _fail(seq: Any, error: str) -> None:
+    """Give a sequence an error, unless it has one."""
+    seq.completion.error = seq.completion.error or error
 
 
 def _is_too_short(seq: Sequence) -> bool:
-    return seq.num_completion_tokens < seq.params.min_tokens
+    return seq.num_completion_tokens < seq.request.params.min_tokens
 
 
 class TokenCounts:

@@ -1,8 +1,8 @@
 """SpeculativeScheduler: decode steps that also try tokens which are likely to come next."""
 
 import time
-from array import array
 from collections.abc import Iterable
+from typing import Any
 
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import Scheduler
@@ -32,8 +32,10 @@ class SpeculativeScheduler(Scheduler):
         proposer: what finds the proposals.
     """
 
-    def __init__(self, config: Config, *args, step_times: StepTimes, **options):
-        super().__init__(config, *args, **options)
+    def __init__(self, config: Config, step_times: StepTimes, **options: Any):
+        """options: Scheduler's."""
+        self._records: dict[int, Record] = {}  # by seq_id, of sequences that were looked at
+        super().__init__(config, **options)
         self._max_tokens = config.max_speculative_tokens
         self._pace, self._acceptance = Pace(step_times), Acceptance()
         self._last_step: tuple[float, int, bool] | None = None  # when it was launched, its rows, whether with proposals
@@ -42,6 +44,7 @@ class SpeculativeScheduler(Scheduler):
 
     def reset(self) -> None:
         super().reset()
+        self._records.clear()
         self.proposer = SuffixProposer()
 
     # -- the next step -----------------------------------------------------------------------------------------------
@@ -69,7 +72,7 @@ class SpeculativeScheduler(Scheduler):
         """Give the step rows of proposed tokens, if that pays."""
         proposals = [self._usable(seq, self._look(seq)) for seq in step.seqs]
         chances = [
-            [] if proposal is None else self._acceptance.chances(proposal, seq.record)
+            [] if proposal is None else self._acceptance.chances(proposal, self._records[seq.seq_id])
             for seq, proposal in zip(step.seqs, proposals, strict=True)
         ]
         counts = choose_counts(chances, len(step.seqs), self._pace)
@@ -82,7 +85,7 @@ class SpeculativeScheduler(Scheduler):
         for seq, proposal in zip(step.seqs, step.proposals, strict=True):
             step.rows.append(seq)
             if proposal is not None:
-                text, length = seq.tokens + array("i", proposal.tokens), len(seq.tokens)
+                text, length = seq.token_ids + proposal.tokens, seq.num_tokens
                 for i in range(1, len(proposal.tokens) + 1):
                     step.rows.append(ProposedRow(seq, text[: length + i], i))
 
@@ -93,7 +96,7 @@ class SpeculativeScheduler(Scheduler):
         num_tokens = min(self._max_tokens, ends - length - 1)
         if num_tokens < 1:
             return None
-        record = seq.record = seq.record or Record()
+        record = self._records.setdefault(seq.seq_id, Record())
         if record.guess is not None:
             self._judge(seq, record, record.guess, length)
         return self.proposer.propose(seq, length, num_tokens)
@@ -102,7 +105,7 @@ class SpeculativeScheduler(Scheduler):
         """Learn from a proposal that was not tried, by the tokens that have come since."""
         first, proposal = guess
         record.guess = None
-        came = seq.tokens[first : min(length, first + len(proposal.tokens))].tolist()
+        came = seq.token_ids[first : min(length, first + len(proposal.tokens))].tolist()
         num_right = _num_equal(came, proposal.tokens)
         self._acceptance.learn(proposal, record, num_right, min(num_right + 1, len(came)))
 
@@ -111,9 +114,10 @@ class SpeculativeScheduler(Scheduler):
         if proposal is None:
             return None
         tokens = proposal.tokens
-        if seq.grammar is not None:
-            tokens = tokens[: seq.grammar.num_valid(seq.tokens, seq.num_completion_tokens, tokens)]
-        end = next((i for i, token in enumerate(tokens) if token in seq.end_token_ids), len(tokens))
+        grammar = seq.completion.grammar
+        if grammar is not None:
+            tokens = tokens[: grammar.num_valid(seq.token_ids, seq.num_completion_tokens, tokens)]
+        end = next((i for i, token in enumerate(tokens) if token in seq.request.end_token_ids), len(tokens))
         return proposal._replace(tokens=tokens[: end + 1]) if tokens else None
 
     def _fitting(self, seq: Sequence, count: int) -> int:
@@ -121,9 +125,10 @@ class SpeculativeScheduler(Scheduler):
         preempted for them."""
         if not count:
             return 0
-        count = self.block_manager.extend(seq, len(seq.tokens) + count) - len(seq.tokens)
-        places = self.block_manager.places
-        return count if places is None else places.lend(seq.place, count)
+        manager = self.block_manager
+        manager.extend(seq, seq.num_tokens + count)
+        count = min(count, len(seq.block_table) * manager.block_size - seq.num_tokens)
+        return manager.places.lend(seq.place, count)
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
@@ -145,17 +150,17 @@ class SpeculativeScheduler(Scheduler):
             num_seqs += 1
             proposal = self._look(seq)
             if proposal is not None:
-                seq.record.guess = seq.num_known_tokens, proposal
-                chances.append(self._acceptance.chances(proposal, seq.record)[1:])
+                self._records[seq.seq_id].guess = seq.num_known_tokens, proposal
+                chances.append(self._acceptance.chances(proposal, self._records[seq.seq_id])[1:])
         pays = num_seqs > 0 and any(choose_counts(chances, num_seqs, self._pace))
         if not pays and num_seqs > 0:
             seconds = time.perf_counter() - start
             self._wait = int(seconds / (_MAX_LOOKING_SHARE * self._pace.seconds(num_seqs, False))) + 1
         return pays
 
-    def postprocess(self, step: Step, token_ids: list[int]) -> list[Sequence]:
+    def record(self, step: Step, token_ids: list[int]) -> list[Sequence]:
         if not step.proposals:
-            return super().postprocess(step, token_ids)
+            return super().record(step, token_ids)
         self.awaits_tokens = False
         finished, row, places = [], 0, self.block_manager.places
         logprobs = {} if step.logprobs is None else step.logprobs.of_samples()
@@ -168,7 +173,7 @@ class SpeculativeScheduler(Scheduler):
             num_right = _num_equal(token_ids[row : row + len(tokens)], tokens)
             if proposal is not None:
                 num_tried = min(num_right + 1, len(tokens))
-                self._acceptance.learn(proposal, seq.record, num_right, num_tried)
+                self._acceptance.learn(proposal, self._records[seq.seq_id], num_right, num_tried)
                 self.num_proposed_tokens += len(tokens)
                 self.num_accepted_tokens += num_right
             for i in range(row, row + num_right + 1):
@@ -176,8 +181,7 @@ class SpeculativeScheduler(Scheduler):
                     finished.append(seq)
                     break
             else:
-                if places is not None:
-                    places.commit(seq.place, num_right)
+                places.commit(seq.place, num_right)
             row += 1 + len(tokens)
         if self._has_finished:
             self._drop_finished()
@@ -186,23 +190,24 @@ class SpeculativeScheduler(Scheduler):
 
     def _take(self, seq: Sequence, token_id: int, row: Sequence | ProposedRow, logprobs) -> bool:
         """Record one token of a sequence after the row that it was drawn from. Returns whether the sequence goes on."""
-        seq.num_scheduled_tokens = 0
-        before, seq.num_cached_tokens = seq.num_cached_tokens, len(seq.tokens)
-        if before // seq.block_size != seq.num_cached_tokens // seq.block_size:
-            self.block_manager.hash_blocks(seq, before)
+        seq.num_scheduled_tokens = 1
+        if seq.num_cached_tokens // seq.block_size != seq.num_tokens // seq.block_size:
+            self.block_manager.hash_blocks(seq)
+        seq.num_cached_tokens, seq.num_scheduled_tokens = seq.num_tokens, 0
         if token_id == NON_FINITE:
-            seq.error = seq.error or row.error
+            seq.completion.error = seq.completion.error or row.completion.error
             self._fail(seq)
             return False
         seq.append_token(token_id)
         self.num_generated_tokens += 1
-        if logprobs is not None and seq.logprobs is not None:
-            seq.logprobs.append(logprobs)
-        if len(seq.tokens) >= min(seq.num_prompt_tokens + seq.max_tokens, self.max_seq_len):
+        completion = seq.completion
+        if logprobs is not None and completion.logprobs is not None:
+            completion.logprobs.append(logprobs)
+        if seq.num_tokens >= min(seq.num_prompt_tokens + seq.max_tokens, self.max_seq_len):
             self._end(seq, "length")
-        if token_id in seq.end_token_ids:
+        if token_id in seq.request.end_token_ids:
             self._end_at(seq, token_id)
-        elif seq.text_stream is not None and seq.text_stream.read(seq) and not seq.is_finished:
+        elif completion.text_stream is not None and completion.text_stream.read(seq) and not seq.is_finished:
             self._end(seq, "stop")
         return not seq.is_finished
 
@@ -211,7 +216,7 @@ class SpeculativeScheduler(Scheduler):
         if finish_reason in ("stop", "length"):
             self.proposer.finish(seq)
         self.proposer.forget(seq)
-        seq.record = None
+        self._records.pop(seq.seq_id, None)
 
 
 def _num_equal(tokens: list[int], others: list[int]) -> int:

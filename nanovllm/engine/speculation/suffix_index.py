@@ -103,15 +103,15 @@ class SuffixProposer:
     def propose(self, seq: Sequence, length: int, num_tokens: int) -> Proposal | None:
         """What may follow the first `length` tokens of a sequence, at most num_tokens; None if nothing is likely."""
         found, index = None, self._texts.get(seq.seq_id)
-        if index is None and _may_repeat(seq.tokens, length):
-            index = self._texts[seq.seq_id] = SuffixIndex(seq.tokens)
+        if index is None and _may_repeat(seq.token_ids, length):
+            index = self._texts[seq.seq_id] = SuffixIndex(seq.token_ids)
         if index is not None:
             index.extend(length)
-            found = index.propose(seq.tokens, length, num_tokens)
+            found = index.propose(seq.token_ids, length, num_tokens)
         samples = self._samples.get(self._prompt_hash(seq))
         if samples is not None:
             samples.extend(len(samples.tokens))
-            other = samples.propose(seq.tokens, length, num_tokens)
+            other = samples.propose(seq.token_ids, length, num_tokens)
             if other is not None and (found is None or other.match > found.match):
                 found = other
         return found
@@ -123,7 +123,7 @@ class SuffixProposer:
         self._samples.move_to_end(prompt_hash)
         before = len(samples.tokens)
         # With the end of the prompt, after which it began.
-        samples.tokens.extend(seq.tokens[max(0, seq.num_prompt_tokens - GRAM) : seq.num_known_tokens])
+        samples.tokens.extend(seq.token_ids[max(0, seq.num_prompt_tokens - GRAM) : seq.num_known_tokens])
         samples.tokens.append(_SEPARATOR)
         self._num_tokens += len(samples.tokens) - before
         while self._num_tokens > _MAX_TOKENS:
@@ -137,7 +137,7 @@ class SuffixProposer:
     def _prompt_hash(self, seq: Sequence) -> int:
         known = self._prompt_hashes.get(seq.seq_id)
         if known is None:
-            known = self._prompt_hashes[seq.seq_id] = hash(seq.tokens[: seq.num_prompt_tokens].tobytes())
+            known = self._prompt_hashes[seq.seq_id] = hash(seq.token_ids[: seq.num_prompt_tokens].tobytes())
         return known
 
 

@@ -3,7 +3,7 @@
 from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -20,9 +20,9 @@ from nanovllm.kernels.launch import compile_ahead
 from nanovllm.kernels.sampling.logsumexp import logsumexp
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.backends.backend import AttentionBackend
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.stores.store import Store
-from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import few_layers, layer_products, one_of_each_kind
 from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.interrupts import held_interrupt
@@ -36,15 +36,17 @@ class StepRunner(Protocol):
 
     config: Config
     device: torch.device
-    model: DecoderForCausalLM
+    model: Any
     stores: list[Store]
     decode_inputs: DecodeInputs
     backend: AttentionBackend
     mixed_step_rows: int
+    tp: TensorParallel
+    graph_bs: list[int]
 
     def prepare(self, step: Step) -> None: ...
 
-    def run(self, step: Step) -> None: ...
+    def launch(self, step: Step) -> None: ...
 
 
 @contextmanager
@@ -52,9 +54,10 @@ def compiling_kernels(runner: StepRunner, tell: Callable[[int, int], None]) -> I
     """A block in which threads compile what a ModelRunner will launch. It ends when they have finished, and must launch
     no kernel of ours. tell: as for `compile_ahead`.
 
-    The model's weights need not be loaded yet, and its stores have no memory. On a CPU nothing happens.
+    The model's weights need not be loaded yet, and its stores have no memory. On a CPU nothing happens, nor for a plain
+    model, which has few kernels.
     """
-    if not HAS_TRITON or runner.device.type != "cuda":
+    if not HAS_TRITON or runner.device.type != "cuda" or runner.config.plain:
         yield
         return
     with compile_ahead(tell, held_interrupt):
@@ -102,7 +105,7 @@ def _speculative_step(seq: Sequence, num_rows: int) -> Step:
     """One of so many rows of one sequence."""
     tokens = [0] * (num_rows - 1)
     seq.place = Place(0, lent=tokens)
-    rows = [ProposedRow(seq, seq.tokens + array("i", tokens[:i]), i) for i in range(1, num_rows)]
+    rows = [ProposedRow(seq, seq.token_ids + tokens[:i], i) for i in range(1, num_rows)]
     return Step([seq], False, proposals=[Proposal(tokens, 0, 0)], rows=[seq, *rows])
 
 
@@ -119,7 +122,7 @@ def _compute(runner: StepRunner, step: Step) -> None:
     for seq in step.seqs:
         seq.place = Place(0)
     runner.prepare(step)
-    runner.run(step)
+    runner.launch(step)
 
 
 def trace_products(model, most_decode_tokens: int, most_prefill_tokens: int) -> None:
@@ -160,7 +163,8 @@ def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
 
 
 def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Sequence:
-    seq = Sequence(0, array("i", [0]) * (num_cached + num_scheduled), block_size=block_size)
+    seq = Sequence(array("i", [0]) * (num_cached + num_scheduled), seed=0)
+    seq.block_size = block_size
     seq.block_table = list(range(seq.num_blocks))
     seq.num_cached_tokens, seq.num_scheduled_tokens = num_cached, num_scheduled
     return seq
@@ -168,5 +172,5 @@ def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Seque
 
 def _decoding_sequence(block_size: int) -> Sequence:
     seq = _sequence(1, block_size)
-    seq.is_prefilling = False
+    seq.is_prefill = False
     return seq

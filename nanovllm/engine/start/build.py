@@ -1,0 +1,116 @@
+"""A rank's model, and what goes with it, before there are weights or a KV cache."""
+
+import logging
+from typing import NamedTuple, cast
+
+import torch
+
+from nanovllm.config import Config
+from nanovllm.engine.runner.inputs import DecodeInputs
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
+from nanovllm.layers.backends.choice import select_backend
+from nanovllm.layers.formats.all_formats import weight_format
+from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.matmul.candidates import Quack, make_candidates
+from nanovllm.layers.matmul.candidates.quack import load_quack
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.step_rows import mixed_step_rows
+from nanovllm.layers.matmul.table import Key, Table, load_table
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
+from nanovllm.layers.stores.store import Store
+from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
+from nanovllm.models.make_model import make_model
+from nanovllm.models.model_size import attention_shapes
+from nanovllm.models.plain import PlainQwen3, make_plain_decoder
+
+logger = logging.getLogger(__name__)
+
+
+class Parts(NamedTuple):
+    """What a ModelRunner computes steps with.
+
+    Attributes:
+        model: its weights are not filled yet.
+        backend: of attention; attention_shape: of that in the rank's first layers.
+        has_graphs: whether decode steps are captured in CUDA graphs.
+        quack: quack-kernels, if they are used.
+        num_layer_params: parameters of a layer on this rank, of experts only those that a token uses.
+        stores: what sequences keep on the device; one of them is `kv_store`. Nothing is allocated yet.
+        mixed_step_rows: most tokens of a mixed step; 0 for no mixed steps.
+        decode_inputs: of decode and mixed steps.
+    """
+
+    model: DecoderForCausalLM | PlainQwen3
+    backend: AttentionBackend
+    attention_shape: AttentionShape
+    has_graphs: bool
+    quack: Quack | None
+    num_layer_params: int
+    stores: list[Store]
+    kv_store: PagedKVCache
+    mixed_step_rows: int
+    decode_inputs: DecodeInputs
+
+
+def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Parts:
+    table = load_table(device)  # First, because a user's table may be broken.
+    shapes = attention_shapes(config, tp, device)
+    backend = select_backend(config.attention_backend, *shapes)
+    has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
+    # With two GPUs it gained nothing.
+    uses_quack = tp.size == 1 and not config.plain
+    quack = load_quack(config.dtype, device, decodes=has_graphs) if uses_quack else None
+    model: DecoderForCausalLM | PlainQwen3
+    if config.plain:
+        model = make_plain_decoder(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+        num_params, num_mixed_rows = model.num_layer_params, 0
+    else:
+        matmul = make_matmul(config, table, device, quack)
+        with weight_format(config.weight_format):
+            args = config.max_model_len, backend, tp, matmul
+            model = make_model(config.hf_config, config.dtype, device, *args)
+        num_params = num_layer_params(model)
+    if config.weight_format is not None:
+        logger.info("weights of linear layers: %s", config.weight_format.name)
+    stores: list[Store] = model.make_stores(shapes[0], config.state_dtype)
+    kv_store = next(store for store in stores if isinstance(store, PagedKVCache))
+    has_slots = len(stores) > 1
+    if not config.plain:
+        num_mixed_rows = choose_mixed_step_rows(config, has_graphs, has_slots, gate_up_weight(model), table)
+    max_model_len = cast(int, config.max_model_len)  # The checks made it a number.
+    group_rows = 1 + config.max_speculative_tokens if config.speculation else 1
+    max_rows = max(config.max_decode_rows, num_mixed_rows)
+    sizes = StepSizes(config.max_num_batched_tokens, max_model_len, max_rows, num_params, group_rows)
+    for shape, windows in kv_store.windows.items():
+        backend.prepare(shape, windows, sizes, table)
+    max_blocks = -(-max_model_len // config.kvcache_block_size)
+    places = config.max_decode_rows, max_blocks, config.kvcache_block_size, device
+    decode_inputs = DecodeInputs(*places, backend, num_mixed_rows, has_slots)
+    of_attention = backend, shapes[0], has_graphs
+    return Parts(model, *of_attention, quack, num_params, stores, kv_store, num_mixed_rows, decode_inputs)
+
+
+def check_backend(config: Config) -> None:
+    """Raises ValueError, with the reason, if the attention back end that is asked for cannot run here."""
+    tp = TensorParallel(0, config.tensor_parallel_size)
+    select_backend(config.attention_backend, *attention_shapes(config, tp, torch.device(config.device)))
+
+
+def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack | None) -> Matmul:
+    """What computes the layers' products. quack: None without quack-kernels."""
+    what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
+    return Matmul(table, make_candidates(device, quack), what_to_tune)
+
+
+def choose_mixed_step_rows(config: Config, has_graphs: bool, has_slots: bool, gate_up: Weight, table: Table) -> int:
+    """config.mixed_step_rows; if that is None, the table's number for the model's shape. 0 for no mixed steps. A mixed
+    step has at least two sequences. has_slots: whether a sequence keeps more than keys and values."""
+    num_rows = config.mixed_step_rows
+    if num_rows is None:
+        # A state goes through a prompt in a mixed step token by token, where a prefill has products of 64 tokens.
+        is_measured = has_graphs and not has_slots and config.tensor_parallel_size == 1
+        measured = mixed_step_rows(table, Key.of("linear", False, gate_up)) if is_measured else 0
+        num_rows = min(measured, config.max_num_batched_tokens)
+    return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0

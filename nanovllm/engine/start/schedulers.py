@@ -1,0 +1,27 @@
+"""The scheduler that an engine's options and its ModelRunner ask for."""
+
+from functools import partial
+from typing import Any, Protocol
+
+from nanovllm.config import Config
+from nanovllm.engine.places import Places
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.speculation.budget import StepTimes
+from nanovllm.engine.speculation.speculative_scheduler import SpeculativeScheduler
+
+
+class RunnerFacts(Protocol):
+    """What of a ModelRunner a scheduler depends on."""
+
+    mixed_step_rows: int
+    num_slots: int
+    step_times: StepTimes | None
+
+
+def make_scheduler(config: Config, runner: RunnerFacts) -> Scheduler:
+    options: dict[str, Any] = {"mixed_step_rows": runner.mixed_step_rows}
+    if runner.num_slots:
+        options["make_places"] = partial(Places, runner.num_slots)
+    if runner.step_times is None:
+        return Scheduler(config, **options)
+    return SpeculativeScheduler(config, runner.step_times, **options)
