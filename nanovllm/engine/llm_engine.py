@@ -6,10 +6,8 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import attrgetter
 from typing import Any, NoReturn
 
-import torch
 from typing_extensions import Self
 
 from nanovllm.config import Config
@@ -35,7 +33,6 @@ from nanovllm.utils.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 
-_IS_PLAIN = attrgetter("is_plain")
 BY_HAND = Call("add_request() or step()")
 
 
@@ -222,11 +219,8 @@ class LLMEngine:
     def _launch(self) -> Step:
         step = self.scheduler.schedule()
         self._num_steps += 1
-        if self.config.plain and all(map(_IS_PLAIN, step.seqs)):
-            step.tokens = torch.tensor(self.model_runner.call("run", *step))
-        else:
-            self.model_runner.prepare(step)
-            self.model_runner.call("launch", step)
+        self.model_runner.prepare(step)
+        self.model_runner.call("launch", step)
         return step
 
     def _read(self, step: Step) -> list[Sequence]:

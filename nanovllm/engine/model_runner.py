@@ -31,7 +31,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.sampler import Sampler
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.loader import TensorFacts
-from nanovllm.utils.context import get_context, reset_context, use_context
+from nanovllm.utils.context import reset_context, use_context
 from nanovllm.utils.threads import StepThreads, step_threads
 
 _IS_PLAIN = attrgetter("is_plain")
@@ -47,10 +47,9 @@ class ModelRunner:
     Attributes:
         rank, world_size, event: this rank, how many there are, and how they call each other.
         model, backend, stores, decode_inputs, has_graphs, mixed_step_rows, ...: see `start.build.Parts`.
-        sampler: draws from whole logits; shard_sampler: all ranks draw, each from its part of them.
+        sampler: all ranks draw, each from its part of the logits, and get the same tokens.
         graph_bs, graphs, graph_pool, graph_vars: of decode steps with one token a sequence: batch sizes, {batch size:
-            CUDA graph}, their memory, and the tensors that they read and write. Unless the model is plain, tokens are
-            drawn inside.
+            CUDA graph}, their memory, and the tensors that they read and write. Tokens are drawn inside.
         step_graphs: the graphs of all kinds of steps.
         num_slots: places in the stores beside the KV cache.
         step_times: how long decode steps take; None without speculation.
@@ -77,8 +76,7 @@ class ModelRunner:
             parts = build_model(config, self.tp, self.device)
             self.model, self.backend, self.attention_shape, self.has_graphs, self.quack = parts[:5]
             self.num_layer_params, self.stores, self.kv_store, self.mixed_step_rows, self.decode_inputs = parts[5:]
-            self.sampler = Sampler()
-            self.shard_sampler = Sampler(self.tp, self.model.lm_head.first, self.model.lm_head.shard_size)
+            self.sampler = Sampler(self.tp, self.model.lm_head.first, self.model.lm_head.shard_size)
             self.step_graphs = StepGraphs(self.device)
             self.logit_steps = LogitSteps(config, self.model, self.decode_inputs, self.step_graphs, self.tp)
             start.load_weights()
@@ -171,17 +169,13 @@ class ModelRunner:
         for kind, of_kind in sizes.items():
             functions = partial(self._decode, kind=kind), partial(self._run_padding, kind=kind)
             tell = self._progress.count("capturing CUDA graphs")
-            graphs = self.step_graphs.use_sizes(kind, of_kind)
-            if config.plain:
-                self.logit_steps.capture_all(tell)
-            else:
-                graphs.capture_all(*functions, tell)
+            self.step_graphs.use_sizes(kind, of_kind).capture_all(*functions, tell)
             logger.info("CUDA graphs%s: %d, batch sizes %d to %d", kind.text, len(of_kind), of_kind[0], of_kind[-1])
-        self.graphs = self.step_graphs[StepKind(gives_logits=config.plain)].graphs
+        self.graphs = self.step_graphs[StepKind()].graphs
         inputs, self.graph_pool = self.decode_inputs, self.step_graphs.pool
         names = "positions", "slot_mapping", "context_lens", "block_tables"
         self.graph_vars = {name: inputs.rows[name] for name in names} | {"input_ids": inputs.input_ids}
-        self.graph_vars["outputs"] = self.step_graphs.logits if config.plain else inputs.sampled
+        self.graph_vars["outputs"] = inputs.sampled
 
     @property
     def device_name(self) -> str:
@@ -208,26 +202,14 @@ class ModelRunner:
 
     # -- a step by hand ------------------------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def run(self, seqs: list[Sequence], is_prefill: bool) -> list[int] | None:
         """Compute a step, and wait for its tokens: one for each sequence, on rank 0. Log-probabilities are not kept."""
-        if not all(map(_IS_PLAIN, seqs)):
-            step = Step(seqs, is_prefill, sum(seq.is_prefill for seq in seqs))
-            self.prepare(step)
-            self.launch(step)
-            if step.waits_for_tokens:
-                self.sample(step)
-            return step.wait() if self.rank == 0 else None
-        input_ids, positions = self.prepare_prefill(seqs) if is_prefill else self.prepare_decode(seqs)
-        try:
-            logits = self.run_model(input_ids, positions, is_prefill)
-        finally:
-            reset_context()
-        if self.rank or logits is None:
-            return None
-        last = [seq.num_cached_tokens + seq.num_scheduled_tokens - 1 for seq in seqs]
-        seeds, places = torch.tensor([[seq.seed for seq in seqs], last]).to(self.device)
-        return self.sampler(logits, self.prepare_sample(seqs), seeds, places).tolist()
+        step = Step(seqs, is_prefill, sum(seq.is_prefill for seq in seqs))
+        self.prepare(step)
+        self.launch(step)
+        if step.waits_for_tokens:
+            self.sample(step)
+        return step.wait() if self.rank == 0 else None
 
     def prepare_prefill(self, seqs: list[Sequence]) -> tuple[Tensor, Tensor]:
         """Token ids and positions of the sequences' scheduled tokens, int64 [num_tokens], and the step's context."""
@@ -251,17 +233,6 @@ class ModelRunner:
     def prepare_block_tables(self, seqs: list[Sequence]) -> Tensor:
         """The sequences' block tables, int32 [num_seqs, max_blocks], right-padded with -1."""
         return torch.from_numpy(padded_block_tables(seqs)).to(self.device)
-
-    @torch.inference_mode()
-    def run_model(self, input_ids: Tensor, positions: Tensor, is_prefill: bool) -> Tensor | None:
-        """Logits [num_seqs, vocab_size], after prepare_prefill or prepare_decode, on a rank that samples."""
-        num_rows = len(input_ids)
-        size = 0 if is_prefill else self.step_graphs[StepKind()].size_for.get(num_rows, 0)
-        if size and get_context().num_sampled is None:
-            self.logit_steps.capture(size)
-            logits = self.logit_steps.replay(size)
-            return None if logits is None else logits[:num_rows]
-        return self.model.compute_logits(self.model(input_ids, positions))
 
     # -- a step of an engine -------------------------------------------------------------------------------------------
 
@@ -341,12 +312,18 @@ class ModelRunner:
         """Model, head and sampler: a token for each temperature, into decode_inputs.sampled."""
         use_context(inputs.context)
         try:
-            hidden_states = self.model.hidden_states(inputs.input_ids, inputs.positions)[: len(inputs.temperatures)]
-            logits = self.model.shard_logits(hidden_states)
+            logits = self.run_model(inputs.input_ids, inputs.positions, inputs.context.is_prefill)
         finally:
             reset_context()
-        sampled = self.decode_inputs.sampled[: len(logits)]
-        self.shard_sampler(logits, inputs.temperatures, inputs.seeds, inputs.sample_positions, out=sampled)
+        num_sampled = len(inputs.temperatures)
+        sampled = self.decode_inputs.sampled[:num_sampled]
+        noise = inputs.seeds, inputs.sample_positions
+        self.sampler(logits[:num_sampled], inputs.temperatures, *noise, out=sampled)
+
+    @torch.inference_mode()
+    def run_model(self, input_ids: Tensor, positions: Tensor, is_prefill: bool) -> Tensor:
+        """Logits [num_seqs, vocab_size] of a step whose context is set; with several ranks, of this rank's tokens."""
+        return self.model.compute_logits(self.model(input_ids, positions))
 
     def _decode(self, batch_size: int, kind: StepKind) -> None:
         """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture."""

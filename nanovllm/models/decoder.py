@@ -266,7 +266,7 @@ class DecoderModel(nn.Module):
         hidden = Normed(residual, norms[0])
         context = get_context()
         # The rows that the step's tokens are sampled from. The last layer computes only keys and values of the others.
-        sampled = context.last_tokens if context.num_sampled is None else slice(context.num_sampled)
+        sampled = slice(context.num_sampled) if context.num_sampled is not None else context.last_tokens
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             hidden = layer(positions, hidden, next_norm, sampled if next_norm is self.norm else None)
         return hidden.value()
@@ -338,18 +338,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         Context.last_tokens or num_sampled selects."""
         return self.model(input_ids, positions)
 
-    # What an engine calls. The plain Qwen3, whose forward gives all tokens' hidden states, has the same methods
-    # (`models.plain`).
-
-    def hidden_states(self, input_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """forward, of those rows that tokens are sampled from, or are followed by."""
-        return self.model(input_ids, positions)
-
-    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size], on all ranks."""
-        return self.gather_logits(self.shard_logits(hidden_states))
-
-    def shard_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary. out: as for
         `ParallelLMHead`."""
         logits = self.lm_head(hidden_states, out)
@@ -358,7 +347,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         return logits
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """The results of shard_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
+        """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
         return self.lm_head.gather(logits)
 
     def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:

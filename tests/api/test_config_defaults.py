@@ -9,7 +9,7 @@ from configs import NEW_STYLE, OLD_STYLE, dummy
 from gpus import HOPPER, pretend_gpu
 
 from nanovllm.config import Config
-from nanovllm.engine.ranks.executor import _first_device
+from nanovllm.engine.ranks.ranks import device_of_rank
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.rotary_embedding import rope_parameters
@@ -60,7 +60,9 @@ def test_a_sequence_has_one_chunk_of_dual_chunk_attention(model_dir, local_size,
     assert Config(directory).max_model_len == expected
     assert Config(directory, max_model_len=None).max_model_len == expected
     assert Config(directory, max_model_len=200).max_model_len == 200
-    limit = LengthLimit(Config(directory), num_blocks=1000)
+    config = Config(directory)
+    config.num_kvcache_blocks = 1000
+    limit = LengthLimit(config)
     with pytest.raises(ValueError, match=f"longest sequence of {expected} tokens, .*dual_chunk_attention_config"):
         limit.check(expected)
 
@@ -183,7 +185,7 @@ def test_a_dtype_can_be_given_by_name_or_as_torch_has_it(model_dir, a_gpu, dtype
 def test_the_first_gpu_can_be_chosen(a_gpu, device, index):
     config = dummy(device=device)
     assert (config.device, config.device_index) == ("cuda", index)
-    assert _first_device(config) == torch.device("cuda", index)
+    assert device_of_rank(config, 0) == torch.device("cuda", index)
 
 
 def test_the_current_gpu_is_the_first_unless_another_is_chosen(a_gpu, monkeypatch):
@@ -216,7 +218,7 @@ def test_the_cpu_has_no_index(a_gpu):
     for device in ("cpu", torch.device("cpu")):
         config = dummy(device=device)
         assert (config.device, config.device_index) == ("cpu", None)
-        assert _first_device(config) == torch.device("cpu")
+        assert device_of_rank(config, 0) == torch.device("cpu")
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("float", torch.float32)])

@@ -76,18 +76,18 @@ def test_an_endless_iterable_is_taken_as_there_is_room(llm, ordered):
 
 def test_the_engine_is_kept_full(llm):
     batch_sizes = []
-    run = llm.executor.run
+    run = llm.model_runner.prepare
 
     def spy(step):
         if not step.is_prefill:
             batch_sizes.append(len(step.seqs))
         run(step)
 
-    llm.executor.run = spy
+    llm.model_runner.prepare = spy
     try:
         list(llm.generate_iter(([1 + i] for i in range(60)), (greedy(2 + i % 5) for i in range(60))))
     finally:
-        del llm.executor.run
+        del llm.model_runner.prepare
     assert batch_sizes.count(4) > 0.9 * len(batch_sizes)
 
 

@@ -16,7 +16,7 @@ from nanovllm.engine.model_runner import ModelRunner
 def big_tensors(llm) -> list[weakref.ref]:
     """Weak references to the storages' owners: the KV cache and every parameter."""
     runner = llm.model_runner
-    return [weakref.ref(tensor) for tensor in (runner.kv_cache.tensors[0], *runner.model.parameters())]
+    return [weakref.ref(tensor) for tensor in (runner.kv_store.tensors[0], *runner.model.parameters())]
 
 
 def alive(references) -> int:
@@ -85,8 +85,8 @@ def test_memory_is_given_back_when_init_fails(path, monkeypatch, step, error):
     def failing(self):
         original(self)
         tensors.extend(weakref.ref(p) for p in self.model.parameters())
-        if self.kv_cache.tensors:
-            tensors.append(weakref.ref(self.kv_cache.tensors[0]))
+        if self.kv_store.tensors:
+            tensors.append(weakref.ref(self.kv_store.tensors[0]))
         raise error("on purpose")
 
     with monkeypatch.context() as patch:
@@ -119,7 +119,7 @@ def test_a_published_shape_has_no_tokenizer():
 def test_kvcache_gib_sets_the_size(path):
     with make_llm(path, num_kvcache_blocks=-1, kvcache_gib=2**-10) as llm:
         assert llm.model_runner.num_kvcache_blocks == 2**20 // (2 * 2 * 16 * 2 * 32 * 4)
-        cache = llm.model_runner.kv_cache.tensors[0]
+        cache = llm.model_runner.kv_store.tensors[0]
         assert cache.nbytes == 2**20
 
 

@@ -150,7 +150,7 @@ INSIDE = {
 @pytest.mark.parametrize("inside", INSIDE)
 def test_nobody_else_while_another_thread_is_inside_a_call(llm, reference, monkeypatch, other_thread, inside):
     prompts = reference.draw_prompts((20, 5), 9)
-    expected, run, messages = INSIDE[inside](llm, prompts), llm.executor.run, []
+    expected, run, messages = INSIDE[inside](llm, prompts), llm.model_runner.prepare, []
     not_begun = llm.stream([[1]], greedy(2))
     uses = [*USES.values(), lambda llm: next(not_begun), lambda llm: llm.abort_request()]
     uses.append(lambda llm: llm.reset_prefix_cache())
@@ -168,7 +168,7 @@ def test_nobody_else_while_another_thread_is_inside_a_call(llm, reference, monke
             other_thread(try_all)
         run(step)
 
-    monkeypatch.setattr(llm.executor, "run", run_while_others_try)
+    monkeypatch.setattr(llm.model_runner, "prepare", run_while_others_try)
     assert INSIDE[inside](llm, prompts) == expected
     assert len(messages) == len(uses)
     for message in messages:

@@ -24,6 +24,7 @@ from sampling_reference import complete_alone, run
 from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm.engine.requests.results import completion_logprobs
 
 # One token in sixteen ends a sequence.
 EOS = tuple(range(3, VOCAB_SIZE, 16))
@@ -228,8 +229,8 @@ def test_a_bad_word_is_kept_away_after_a_space_too(path):
             (seq,) = llm._sequences.make_one([1], SamplingParams(bad_words=word))
             for *beginning, last in (block, spaced):
                 completion = array("i", [7, *beginning])
-                found = seq.logit_edits.completing(completion, len(beginning))
-                assert last in found if beginning else last in seq.logit_edits.banned
+                found = seq.request.logit_edits.completing(completion, len(beginning))
+                assert last in found if beginning else last in seq.request.logit_edits.banned
 
 
 # -- tokens that may and may not be drawn -------------------------------------------------------------------------
@@ -289,7 +290,7 @@ def test_words_that_leave_nothing(path):
         words = [a + b for a in "xyz" for b in "xyz"]
         (seq,) = run(llm, [[1]], SamplingParams(allowed_token_ids=letters, bad_words=words))
         assert seq.completion_token_ids[0] in letters
-        assert "no token is left to draw" in seq.error
+        assert "no token is left to draw" in seq.completion.error
 
 
 # -- the end ------------------------------------------------------------------------------------------------------
@@ -305,7 +306,7 @@ def test_stop_token_ids(base):
             seqs = run(llm, prompts, params)
         for seq, tokens, stop in zip(seqs, free, stops, strict=True):
             assert seq.completion_token_ids == tokens[: tokens.index(stop) + 1]
-            assert (seq.finish_reason, seq.stop_reason) == ("stop", stop)
+            assert (seq.completion.finish_reason, seq.completion.stop_reason) == ("stop", stop)
 
 
 def test_an_end_of_sequence_has_no_stop_reason(base):
@@ -313,18 +314,26 @@ def test_an_end_of_sequence_has_no_stop_reason(base):
     ((first, *_),) = base[1].greedy([prompt], 20)
     with make_llm(base[0], eos=(first,)) as llm:
         (seq,) = run(llm, [prompt], SamplingParams(temperature=0, stop_token_ids=[first]))
-        assert (seq.completion_token_ids, seq.finish_reason, seq.stop_reason) == ([first], "stop", None)
+        assert (seq.completion_token_ids, seq.completion.finish_reason, seq.completion.stop_reason) == (
+            [first],
+            "stop",
+            None,
+        )
         (seq,) = run(llm, [prompt], SamplingParams(temperature=0, stop_token_ids=[first], ignore_eos=True))
-        assert (seq.completion_token_ids, seq.finish_reason, seq.stop_reason) == ([first], "stop", first)
+        assert (seq.completion_token_ids, seq.completion.finish_reason, seq.completion.stop_reason) == (
+            [first],
+            "stop",
+            first,
+        )
         (seq,) = run(llm, [prompt], SamplingParams(temperature=0, max_tokens=5, min_tokens=5))
         assert first not in seq.completion_token_ids
-        assert (len(seq.completion_token_ids), seq.finish_reason) == (5, "length")
+        assert (len(seq.completion_token_ids), seq.completion.finish_reason) == (5, "length")
 
 
 def test_no_max_tokens_goes_on_to_the_longest_sequence(base):
     with make_llm(base[0], max_model_len=50) as llm:
         (seq,) = run(llm, [[1, 2, 3]], SamplingParams(temperature=0, max_tokens=None, ignore_eos=True))
-    assert (seq.num_tokens, seq.finish_reason) == (50, "length")
+    assert (seq.num_tokens, seq.completion.finish_reason) == (50, "length")
 
 
 # -- log-probabilities --------------------------------------------------------------------------------------------
@@ -362,20 +371,20 @@ def test_logprobs(base, alone, options):
         completion = seq.completion_token_ids
         assert len(completion) == 20
         if num_top is None:
-            assert seq.completion_logprobs() is None
+            assert completion_logprobs(seq) is None
         else:
-            assert len(seq.completion_logprobs()) == 20
+            assert len(completion_logprobs(seq)) == 20
             for found, logits, token in zip(
-                seq.completion_logprobs(), reference.logits(prompt, completion), completion, strict=True
+                completion_logprobs(seq), reference.logits(prompt, completion), completion, strict=True
             ):
                 assert_logprobs(found, logits, token, num_top)
         if num_prompt_top is None:
-            assert seq.prompt_logprobs is None
+            assert seq.completion.prompt_logprobs is None
         else:
-            assert len(seq.prompt_logprobs) == len(prompt)
-            assert seq.prompt_logprobs[0] is None
+            assert len(seq.completion.prompt_logprobs) == len(prompt)
+            assert seq.completion.prompt_logprobs[0] is None
             rows = reference.logits(prompt[:1], prompt[1:])
-            for found, logits, token in zip(seq.prompt_logprobs[1:], rows, prompt[1:], strict=True):
+            for found, logits, token in zip(seq.completion.prompt_logprobs[1:], rows, prompt[1:], strict=True):
                 assert_logprobs(found, logits, token, num_prompt_top)
 
 
@@ -385,7 +394,7 @@ def test_prompt_logprobs_and_the_prefix_cache(base):
         (first,) = run(llm, [prompt], greedy(3, prompt_logprobs=1))
         (second,) = run(llm, [prompt], greedy(3, prompt_logprobs=1))
         (third,) = run(llm, [prompt], greedy(3))
-        assert [seq.num_shared_tokens for seq in (first, second, third)] == [0, 0, 64]
+        assert [seq.completion.num_shared_tokens for seq in (first, second, third)] == [0, 0, 64]
         assert first.prompt_logprobs == second.prompt_logprobs
         assert len(first.prompt_logprobs) == 70
         assert_idle(llm)
@@ -409,14 +418,16 @@ def test_prompt_logprobs_from_a_start_on(base, options):
         run(llm, [prompt], greedy(1))  # The prefix cache knows it.
         for seq, start in zip(run(llm, [prompt] * len(STARTS), params), STARTS, strict=True):
             first = max(1, slice(start, None).indices(70)[0])
-            assert seq.prompt_logprobs[:first] == [None] * first
-            assert len(seq.prompt_logprobs) == 70
-            for found, expected in zip(seq.prompt_logprobs[first:], whole.prompt_logprobs[first:], strict=True):
+            assert seq.completion.prompt_logprobs[:first] == [None] * first
+            assert len(seq.completion.prompt_logprobs) == 70
+            for found, expected in zip(
+                seq.completion.prompt_logprobs[first:], whole.completion.prompt_logprobs[first:], strict=True
+            ):
                 assert list(found) == list(expected)
                 assert list(found.values()) == pytest.approx(list(expected.values()), abs=1e-5)
             assert seq.completion_token_ids == whole.completion_token_ids
             if "num_kvcache_blocks" not in options:
-                assert seq.num_shared_tokens == min(first - 1, 69) // 16 * 16
+                assert seq.completion.num_shared_tokens == min(first - 1, 69) // 16 * 16
         assert ("num_kvcache_blocks" in options) == (llm.scheduler.num_preemptions > 0)
         assert_idle(llm)
 

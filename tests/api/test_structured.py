@@ -62,8 +62,8 @@ def test_all_forms_in_one_batch(llm):
             assert set(value) == {"name", "free", "ids"}
             assert value["ids"] == [1, 2]
         assert re.fullmatch("(ab|c)x?", found[6])
-        assert {seq.finish_reason for seq in seqs} == {"stop", "length"}
-        assert [seq.finish_reason for seq in seqs].count("length") == 1
+        assert {seq.completion.finish_reason for seq in seqs} == {"stop", "length"}
+        assert [seq.completion.finish_reason for seq in seqs].count("length") == 1
         assert all(seq.token_ids[-1] in llm.scheduler.eos for i, seq in enumerate(seqs) if i != 5)
         assert_idle(llm)
 
@@ -234,7 +234,7 @@ def test_forms_with_tokens_that_may_and_may_not_be_drawn(llm):
     assert re.fullmatch("[ab]{12}", found[1])
     assert found[2] in ("ab" * 6, "ba" * 6)
     assert found[3] == "d" * 12
-    assert [seq.error for seq in seqs] == [None] * 4
+    assert [seq.completion.error for seq in seqs] == [None] * 4
     assert_idle(llm)
     stuck = dataclasses.replace(form(regex="ab|aab|d"), bad_words=["ab", "d"])
     (output, free) = llm.generate([[1, 2, 3], [1, 2, 3]], [stuck, form(regex="ab")], use_tqdm=False)

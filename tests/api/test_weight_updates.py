@@ -200,7 +200,7 @@ def mapped_bytes() -> int:
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="Linux tells what is mapped")
 def test_the_kv_cache_is_given_back_and_taken_again(paths):
     with make_llm(paths[0], num_kvcache_blocks=2**16) as llm:
-        cache = llm.model_runner.kv_cache.tensors[0]
+        cache = llm.model_runner.kv_store.tensors[0]
         num_bytes = cache.numel() * cache.element_size()
         del cache
         awake = mapped_bytes()

@@ -63,7 +63,7 @@ def test_equal_prompts_share_under_a_constant_hash_too():
     weaken(manager, 1)
     a = start(manager, tokens(1, 1))
     b = start(manager, tokens(1, 1))
-    assert b.num_shared_tokens == SIZE
+    assert b.completion.num_shared_tokens == SIZE
     assert a.block_table[0] == b.block_table[0]
 
 
@@ -79,7 +79,7 @@ def test_a_collision_further_up_the_chain_is_a_miss():
     reset_prefix_cache(manager)
     compute(manager, seq)
     other = start(manager, [*other_front, *back, 1])
-    assert other.num_shared_tokens == 0
+    assert other.completion.num_shared_tokens == 0
     third = start(manager, [*other_front, *back, 2])
     assert third.block_table[0] == other.block_table[0]
     assert third.block_table[1] != seq.block_table[1]

@@ -90,7 +90,7 @@ def test_a_sequence_is_freed_from_its_last_block_to_its_first():
     assert (seq.block_table, seq.num_cached_tokens) == ([], 0)
     # Hence pressure takes the end of a known prompt before its beginning.
     manager.deallocate(start(manager, tokens(2, first=50)))
-    assert start(manager, tokens(3, 1)).num_shared_tokens == 2 * SIZE
+    assert start(manager, tokens(3, 1)).completion.num_shared_tokens == 2 * SIZE
 
 
 def test_freeing_drops_one_reference_and_frees_at_zero():

@@ -146,15 +146,15 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypa
 
         def watch(step):
             num_tokens = sum(seq.num_scheduled_tokens for seq in step.seqs)
-            kind = "prefill" if step.is_prefill else "mixed" if step.is_mixed else "decode"
+            kind = "prefill" if step.is_prefill else "mixed" if step.num_prefilled else "decode"
             launched.append((kind, len(step.seqs), num_tokens))
             prepare(step)
 
-        runner.prepare, kv_cache = watch, runner.kv_cache.tensors
-        runner.kv_cache.free()
+        runner.prepare, kv_cache = watch, runner.kv_store.tensors
+        runner.kv_store.free()
         trace_steps(runner)
-        runner.kv_cache.use(kv_cache)
-        warmup_kernels(runner, runner.num_kvcache_blocks)
+        runner.kv_store.use(kv_cache)
+        warmup_kernels(runner, config.num_kvcache_blocks)
         runner.prepare = prepare
         limits = {"prefill": config.max_num_batched_tokens, "decode": config.max_num_seqs}
         limits["mixed"] = min(config.max_num_batched_tokens, runner.mixed_step_rows)

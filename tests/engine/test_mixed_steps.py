@@ -175,7 +175,7 @@ def test_nothing_begins_in_the_step_that_preempts(num_blocks):
     while not scheduler.is_finished():
         launched = scheduler.schedule()
         assert all(seq.pending_row < 0 for seq in launched.seqs if seq.is_prefill)
-        scheduler.postprocess(flying, [900] * len(flying.seqs))
+        scheduler.record(flying, [900] * len(flying.seqs))
         scheduler.advance(launched)
         flying = launched
         check_scheduler(scheduler)

@@ -7,8 +7,7 @@ from transformers import AutoConfig
 
 from nanovllm import LLM
 from nanovllm.config import Config
-from nanovllm.engine import model_runner
-from nanovllm.engine.start import model_check
+from nanovllm.engine.start import build, model_check
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
 from nanovllm.utils.host_memory import HostMemory
 
@@ -20,7 +19,7 @@ def nothing_is_built(monkeypatch):
     def fail(*args):
         raise AssertionError("a model was made")
 
-    monkeypatch.setattr(model_runner, "make_model", fail)
+    monkeypatch.setattr(build, "make_model", fail)
 
 
 def set_memory(monkeypatch, num_bytes: int) -> None:
@@ -104,7 +103,7 @@ def test_bytes_are_those_of_the_engine(num_ranks, options):
     config = AutoConfig.for_model("qwen3_moe", architectures=["Qwen3MoeForCausalLM"], **sizes, vocab_size=320)
     options = options | {"tensor_parallel_size": num_ranks, "max_model_len": 100, "load_format": "dummy"}
     with make_llm("a shape", hf_config=config, **options) as llm:
-        model, cache = llm.model_runner.model, llm.model_runner.kv_cache.tensors[0]
+        model, cache = llm.model_runner.model, llm.model_runner.kv_store.tensors[0]
         sizes = model_bytes(llm.config, meta_model(llm.config))
         tensors = [*model.parameters(), *model.buffers()]
         assert sizes.weights + sizes.tables == sum(tensor.nbytes for tensor in tensors)

@@ -140,7 +140,7 @@ def test_freed_blocks_are_found_again_until_they_are_reused():
 
     again = start(manager, tokens(2, 1))
     assert again.block_table[:2] == table[:2]
-    assert again.num_shared_tokens == 2 * SIZE
+    assert again.completion.num_shared_tokens == 2 * SIZE
     check_blocks(manager, [again])
     manager.deallocate(again)
 
@@ -206,11 +206,11 @@ def test_without_prefix_caching_nothing_is_ever_shared():
     a = start(manager, tokens(2, 1))
     b = start(manager, tokens(2, 1))
     assert not set(a.block_table) & set(b.block_table)
-    assert (b.num_shared_tokens, manager.hash_to_block_id) == (0, {})
+    assert (b.completion.num_shared_tokens, manager.hash_to_block_id) == (0, {})
     check_blocks(manager, [a, b])
     assert manager.can_allocate(sequence(tokens(2, 1))) < 0
     manager.deallocate(a)
-    assert start(manager, tokens(2, 1)).num_shared_tokens == 0
+    assert start(manager, tokens(2, 1)).completion.num_shared_tokens == 0
 
 
 def test_reset_forgets_every_prefix_and_leaves_the_owners_alone():
@@ -240,7 +240,7 @@ def test_what_is_computed_after_a_reset_is_found_again():
     manager.deallocate(start(manager, tokens(2, 1)))
     reset_prefix_cache(manager)
     manager.deallocate(start(manager, tokens(2, 1)))
-    assert start(manager, tokens(2, 1)).num_shared_tokens == 2 * SIZE
+    assert start(manager, tokens(2, 1)).completion.num_shared_tokens == 2 * SIZE
 
 
 def test_a_prompt_computed_in_full_is_found_in_full():
@@ -254,4 +254,4 @@ def test_a_prompt_computed_in_full_is_found_in_full():
     manager.deallocate(half_way)
 
     manager.deallocate(start(manager, tokens(2, 1)))
-    assert start(manager, tokens(2, 1)).num_shared_tokens == 2 * SIZE
+    assert start(manager, tokens(2, 1)).completion.num_shared_tokens == 2 * SIZE

@@ -73,7 +73,7 @@ def num_steps(seqs: list[Sequence], num_blocks: int) -> int:
     while not scheduler.is_finished():
         step = scheduler.schedule()
         scheduler.advance(step)
-        scheduler.postprocess(step, [0] * len(step.seqs))
+        scheduler.record(step, [0] * len(step.seqs))
         count += 1
     return count
 

@@ -122,7 +122,7 @@ def test_a_small_rest_goes_to_prompts_that_fit_it_whole():
     # Four tokens of 64 are left: enough for what is not cached of the second, and for the one short prompt then.
     big, cached, short, late = (add(scheduler, prompt) for prompt in (60, [*beginning, 61, 62], 2, 1))
     assert step(scheduler)[:2] == ([big, cached, short], True)
-    assert (cached.num_shared_tokens, cached.num_completion_tokens) == (12, 1)
+    assert (cached.completion.num_shared_tokens, cached.num_completion_tokens) == (12, 1)
     assert step(scheduler)[:2] == ([late], True)
 
 
@@ -132,7 +132,7 @@ def test_nobody_overtakes_a_prompt_that_was_not_cut_and_nothing_is_taken_or_coun
     assert step(scheduler)[:2] == ([first], True)
     # In order of arrival: the one that waited for the first one's beginning, then those behind it.
     assert list(scheduler.waiting) == [same, whole, short]
-    assert (whole.block_table, whole.num_shared_tokens) == ([], -1)
+    assert (whole.block_table, whole.completion.num_shared_tokens) == ([], -1)
     assert scheduler.num_prompt_tokens == 58
     assert step(scheduler)[:2] == ([same, whole, short], True)
     assert scheduler.num_prompt_tokens == 58 + 58 + 8 + 1
@@ -191,7 +191,7 @@ def test_a_beginning_that_takes_chunks_is_waited_for_until_the_last():
     # The rest of the first, and one that needs nothing of it; the second waits for the block that is under way.
     assert step(scheduler)[0] == [first]
     assert step(scheduler)[0] == [second]
-    assert second.num_shared_tokens == 12
+    assert second.completion.num_shared_tokens == 12
 
 
 def test_a_chunk_stays_ahead_of_those_that_wait():

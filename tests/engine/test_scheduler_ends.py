@@ -129,9 +129,9 @@ def test_a_step_can_be_scheduled_before_the_tokens_of_the_last_one_are_read():
     second = launch_ahead(scheduler)
     assert (second.seqs, second.is_prefill) == ([a, b], False)
     assert [seq.pending_row for seq in second.seqs] == [0, 1]
-    assert scheduler.postprocess(first, [901, 902]) == []
+    assert scheduler.record(first, [901, 902]) == []
     scheduler.advance(second)
-    assert scheduler.postprocess(second, [903, 904]) == []
+    assert scheduler.record(second, [903, 904]) == []
     assert (a.completion_token_ids, b.completion_token_ids) == ([901, 903], [902, 904])
     check_scheduler(scheduler)
 
@@ -142,13 +142,13 @@ def test_the_surplus_token_after_an_end_of_sequence_is_dropped():
     first = launch_ahead(scheduler)
     scheduler.advance(first)
     second = launch_ahead(scheduler)
-    assert scheduler.postprocess(first, [EOS, 902]) == [a]
+    assert scheduler.record(first, [EOS, 902]) == [a]
     assert a.block_table == []
     scheduler.advance(second)
     third = launch_ahead(scheduler)
     assert third.seqs == [b]
-    assert scheduler.postprocess(second, [999, 904]) == []
-    assert (a.completion_token_ids, a.finish_reason) == ([EOS], "stop")
+    assert scheduler.record(second, [999, 904]) == []
+    assert (a.completion_token_ids, a.completion.finish_reason) == ([EOS], "stop")
     assert b.completion_token_ids == [902, 904]
 
 
@@ -160,8 +160,8 @@ def test_an_end_by_length_is_known_before_the_token_is():
     scheduler.advance(second)
     assert a.block_table == []
     assert launch_ahead(scheduler).seqs == [b]
-    assert scheduler.postprocess(second, [901, 902]) == [a]
-    assert (a.completion_token_ids, a.finish_reason) == ([900, 901], "length")
+    assert scheduler.record(second, [901, 902]) == [a]
+    assert (a.completion_token_ids, a.completion.finish_reason) == ([900, 901], "length")
 
 
 def test_an_end_of_sequence_at_the_last_token_is_a_stop_also_when_overlapped():
@@ -170,7 +170,7 @@ def test_an_end_of_sequence_at_the_last_token_is_a_stop_also_when_overlapped():
     last = launch_ahead(scheduler)
     scheduler.advance(last)
     assert scheduler.is_finished()
-    assert scheduler.postprocess(last, [EOS]) == [seq]
+    assert scheduler.record(last, [EOS]) == [seq]
     assert seq.completion.finish_reason == "stop"
 
 
@@ -184,14 +184,14 @@ def test_a_sequence_preempted_while_its_token_is_sampled(token):
     # b's fifth token, which nobody knows yet, opens a block, and there is none.
     third = launch_ahead(scheduler)
     assert (third.seqs, list(scheduler.waiting)) == ([a], [b])
-    finished = scheduler.postprocess(second, [902, token])
+    finished = scheduler.record(second, [902, token])
     scheduler.advance(third)
     check_scheduler(scheduler)
     assert b.completion_token_ids == [901, token]
     if token == EOS:
-        assert (finished, b.finish_reason, list(scheduler.waiting)) == ([b], "stop", [])
+        assert (finished, b.completion.finish_reason, list(scheduler.waiting)) == ([b], "stop", [])
     else:
-        assert (finished, b.finish_reason, list(scheduler.waiting)) == ([], None, [b])
+        assert (finished, b.completion.finish_reason, list(scheduler.waiting)) == ([], None, [b])
 
 
 @pytest.mark.parametrize("preempted", [False, True])
@@ -203,13 +203,13 @@ def test_a_sequence_stopped_by_its_text_while_the_next_step_flies(preempted):
     scheduler.advance(second)
     third = launch_ahead(scheduler)
     assert list(scheduler.waiting) == ([b] if preempted else [])
-    assert scheduler.postprocess(second, [902, 903]) == []
+    assert scheduler.record(second, [902, 903]) == []
     scheduler.stop([b])
-    assert (b.finish_reason, b.block_table, b.completion_token_ids) == ("stop", [], [901, 903])
+    assert (b.completion.finish_reason, b.block_table, b.completion_token_ids) == ("stop", [], [901, 903])
     scheduler.advance(third)
     check_scheduler(scheduler)
     assert launch_ahead(scheduler).seqs == [a]
-    assert scheduler.postprocess(third, [904, 999][: len(third.seqs)]) == []
+    assert scheduler.record(third, [904, 999][: len(third.seqs)]) == []
     assert b.completion_token_ids == [901, 903]
     assert a.completion_token_ids[:3] == [901, 902, 904]
 
@@ -223,12 +223,12 @@ def test_abort_drops_the_token_that_is_being_sampled():
     first = launch_ahead(scheduler)
     scheduler.advance(first)
     second = launch_ahead(scheduler)
-    scheduler.postprocess(first, [901, 902])
+    scheduler.record(first, [901, 902])
     scheduler.advance(second)
-    assert scheduler.abort([a.request_id]) == [a]
+    assert scheduler.abort([a.request.request_id]) == [a]
     assert launch_ahead(scheduler).seqs == [b]
-    assert scheduler.postprocess(second, [EOS, 904]) == []
-    assert (a.completion_token_ids, a.finish_reason) == ([901], "abort")
+    assert scheduler.record(second, [EOS, 904]) == []
+    assert (a.completion_token_ids, a.completion.finish_reason) == ([901], "abort")
     assert b.completion_token_ids == [902, 904]
     assert scheduler.num_generated_tokens == 3
 
@@ -308,10 +308,10 @@ def test_an_error_that_comes_to_light_a_step_late():
     first = launch_ahead(scheduler)
     scheduler.advance(first)
     second = launch_ahead(scheduler)
-    assert scheduler.postprocess(first, [NON_FINITE, 902]) == [a]
+    assert scheduler.record(first, [NON_FINITE, 902]) == [a]
     scheduler.advance(second)
     assert launch_ahead(scheduler).seqs == [b]
-    assert scheduler.postprocess(second, [NON_FINITE, 904]) == []
+    assert scheduler.record(second, [NON_FINITE, 904]) == []
     assert_failed(a, [])
     assert b.completion_token_ids == [902, 904]
     assert scheduler.num_generated_tokens == 2

@@ -29,7 +29,7 @@ def test_the_youngest_is_preempted_and_goes_to_the_head_of_the_queue():
     seqs, is_prefill = scheduler.schedule()
     assert (seqs, is_prefill, scheduler.num_preemptions) == ([a, b], False, 1)
     assert list(scheduler.waiting) == [c, late]
-    assert (c.status, c.is_prefilling, c.block_table, c.num_cached_tokens) == (SequenceStatus.WAITING, True, [], 0)
+    assert (c.status, c.is_prefill, c.block_table, c.num_cached_tokens) == (SequenceStatus.WAITING, True, [], 0)
     assert c.num_completion_tokens == 2
     postprocess(scheduler, seqs, [900, 900])
     check_scheduler(scheduler)
@@ -81,7 +81,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again():
     postprocess(scheduler, seqs, [904])
     # It goes on where it was: nothing of its completion is lost or repeated, and what it was given at first stays.
     assert b.token_ids == [*b_tokens, 901, 902, 904]
-    assert (b.status, b.is_prefilling, b.num_shared_tokens) == (SequenceStatus.RUNNING, False, 0)
+    assert (b.status, b.is_prefill, b.completion.num_shared_tokens) == (SequenceStatus.RUNNING, False, 0)
     assert step(scheduler)[:2] == ([b], False)
 
 

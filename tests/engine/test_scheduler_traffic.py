@@ -41,7 +41,7 @@ def drive(
     num_completions = sum(min(seq.max_tokens, scheduler.max_seq_len) for _, seq in arrivals)
     places = scheduler.block_manager.places
     bound = 10 + num_completions * (2 + scheduler.max_seq_len // scheduler.max_num_batched_tokens)
-    bound *= 1 if places is None else 2  # Chunks of prompts may be shorter.
+    bound *= 2 if places.num_slots else 1  # Chunks of prompts may be shorter.
     flying: tuple[Step, list[int]] | None = None
     now = 0
     while arrivals or flying or not scheduler.is_finished():
@@ -50,13 +50,13 @@ def drive(
             scheduler.add(arrivals.pop(0)[1])
         queued = [*scheduler.running, *scheduler.waiting]
         if aborts and now in aborts and queued:
-            scheduler.abort([queued[aborts[now] % len(queued)].seq_id])
+            scheduler.abort([queued[aborts[now] % len(queued)].request.request_id])
             check_scheduler(scheduler)
         launched = None
         if not scheduler.is_finished():
             launched = launch(scheduler, model, seen)
         if overlap:
-            finished = scheduler.postprocess(*flying) if flying else []
+            finished = scheduler.record(*flying) if flying else []
             if launched:
                 scheduler.advance(launched[0])
             ended, flying = flying[0].seqs if flying else [], launched
@@ -87,7 +87,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
     scheduled = [seq.num_scheduled_tokens for seq in seqs]
     assert min(scheduled) >= 1
     assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
-    is_mixed = not is_prefill and seqs[-1].is_prefilling
+    is_mixed = not is_prefill and seqs[-1].is_prefill
     assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
     assert not is_mixed or all(seq.request.params.is_plain for seq in seqs), "whose draw needs logits"
     seen["mixed"] += is_mixed

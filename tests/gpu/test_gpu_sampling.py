@@ -182,9 +182,9 @@ def test_logprobs_of_a_prompt_in_the_prefix_cache_are_those_of_a_cpu(base):
             assert_idle(llm)
     for cpu, gpu, start in zip(*found, starts, strict=True):
         first = max(1, range(600)[start])
-        assert gpu.num_shared_tokens == (first - 1) // gpu.block_size * gpu.block_size
+        assert gpu.completion.num_shared_tokens == (first - 1) // gpu.block_size * gpu.block_size
         assert gpu.completion.prompt_logprobs[:first] == cpu.completion.prompt_logprobs[:first] == [None] * first
-        entries = ([*seq.prompt_logprobs[first:], *seq.completion_logprobs()] for seq in (gpu, cpu))
+        entries = ([*seq.completion.prompt_logprobs[first:], *completion_logprobs(seq)] for seq in (gpu, cpu))
         for a, b in zip(*entries, strict=True):
             assert a.keys() == b.keys()
             torch.testing.assert_close(*(torch.tensor([each[i] for i in b]) for each in (a, b)), rtol=1e-3, atol=1e-3)

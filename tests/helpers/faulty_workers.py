@@ -3,9 +3,9 @@
 import os
 import signal
 
-from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks import worker
+from nanovllm.engine.start import weights
 
 KIND, RANK = "NANOVLLM_TEST_FAULT", "NANOVLLM_TEST_FAULT_RANK"
 LAUNCHES_BEFORE = 4
@@ -27,7 +27,7 @@ def quit_quietly(*args, **kwargs):
     os._exit(3)
 
 
-def later(fault, method="run"):
+def later(fault, method):
     """A method of ModelRunner's that works a few times."""
     original, count = getattr(ModelRunner, method), 0
 
@@ -44,10 +44,10 @@ def later(fault, method="run"):
 FAULTS = {
     "die-first": lambda: die(),
     "die-meeting": lambda: setattr(worker, "join_group", die),
-    "die-loading": lambda: setattr(model_runner, "load_model", die),
-    "fail-loading": lambda: setattr(model_runner, "load_model", fail),
-    "fail-launch": lambda: setattr(ModelRunner, "run", later(fail)),
-    "quit-launch": lambda: setattr(ModelRunner, "run", later(quit_quietly)),
+    "die-loading": lambda: setattr(weights, "load_model", die),
+    "fail-loading": lambda: setattr(weights, "load_model", fail),
+    "fail-launch": lambda: setattr(ModelRunner, "launch", later(fail, "launch")),
+    "quit-launch": lambda: setattr(ModelRunner, "launch", later(quit_quietly, "launch")),
     "fail-sampling": lambda: setattr(ModelRunner, "sample", later(fail, "sample")),
 }
 

@@ -11,7 +11,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AutoConfig
 
 from nanovllm import LLM
-from nanovllm.engine import model_runner
+from nanovllm.engine.start import build
 from nanovllm.layers.matmul.table import Key, Table, load_table
 
 HAS_FLASH_ATTN = find_spec("flash_attn_2_cuda") is not None
@@ -86,7 +86,7 @@ def keys_of(path) -> list[Key]:
 
 def use_table(monkeypatch, table: Table) -> None:
     """Have engines find these rows before all others."""
-    monkeypatch.setattr(model_runner, "load_table", lambda device: load_table(device).updated(table))
+    monkeypatch.setattr(build, "load_table", lambda device: load_table(device).updated(table))
 
 
 def gpu_llm(path, **options) -> LLM:

@@ -40,8 +40,8 @@ def test_blocks_of_many_threads_share_the_batch(fresh_llm):
         fresh_llm.generate([x.line.prompt for x in b], [x.line.params for x in b], use_tqdm=False) for b in blocks
     ]
     batch_sizes = []
-    run = fresh_llm.executor.run
-    fresh_llm.executor.run = lambda step: batch_sizes.append(len(step.seqs)) or run(step)
+    run = fresh_llm.model_runner.prepare
+    fresh_llm.model_runner.prepare = lambda step: batch_sizes.append(len(step.seqs)) or run(step)
     engine = SharedEngine(fresh_llm)
     with ThreadPoolExecutor(12) as threads:
         outputs = list(threads.map(partial(answers, engine), blocks))
@@ -77,7 +77,7 @@ def test_an_engine_that_dies_says_why(fresh_llm):
     def fail(*args):
         raise RuntimeError("a step that fails")
 
-    fresh_llm.executor.run = fail
+    fresh_llm.model_runner.prepare = fail
     engine = SharedEngine(fresh_llm, ended.set)
     engine.check()
     engine.submit(lines(0, 1), lambda pair: None)

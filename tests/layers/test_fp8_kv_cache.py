@@ -123,7 +123,7 @@ def test_layers_with_a_window(tmp_path):
     fields = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     path = make_checkpoint(tmp_path, **fields)
     with make_fp8(path) as llm:
-        assert {layer.window for layer in llm.model_runner.kv_cache.layers} == {None, 20}
+        assert {layer.window for layer in llm.model_runner.kv_store.layers} == {None, 20}
         together, _ = complete_by_steps(llm, PROMPTS, greedy(4))
     with make_fp8(path, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
         chunked, _ = complete_by_steps(llm, PROMPTS, greedy(4))
@@ -135,7 +135,7 @@ def test_twice_the_tokens_in_the_same_memory(path):
     for dtype, cache in (("bfloat16", "auto"), ("bfloat16", "fp8"), ("float32", "fp8")):
         with make_llm(path, dtype=dtype, kv_cache_dtype=cache, num_kvcache_blocks=-1, kvcache_gib=0.01) as llm:
             capacity.append(llm.model_runner.num_kvcache_blocks)
-            kv_cache = llm.model_runner.kv_cache.tensors[0]
+            kv_cache = llm.model_runner.kv_store.tensors[0]
             assert kv_cache.dtype == (torch.bfloat16 if cache == "auto" else torch.float8_e4m3fn)
             assert kv_cache.numel() * kv_cache.itemsize <= 0.01 * 2**30
     assert capacity[0] * 2 <= capacity[1] <= capacity[0] * 2 + 1
@@ -144,7 +144,7 @@ def test_twice_the_tokens_in_the_same_memory(path):
 
 def scales_of(llm) -> torch.Tensor:
     """[layers, 2, kv_heads]."""
-    return torch.stack(llm.model_runner.kv_cache.scales)
+    return torch.stack(llm.model_runner.kv_store.scales)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
@@ -156,7 +156,7 @@ def test_the_cache_holds_what_was_computed(path, dtype):
             complete(llm, [random_prompt(100, seed=1)], greedy(1))
             runner = llm.model_runner
             full = [block.block_id for block in llm.scheduler.block_manager.blocks if block.hash != -1]
-            kv = runner.kv_cache.tensors[0][:, :, full].double()  # [2, layers, blocks, block_size, kv_heads, head_dim]
+            kv = runner.kv_store.tensors[0][:, :, full].double()  # [2, layers, blocks, block_size, kv_heads, head_dim]
             if cache == "fp8":
                 assert E4M3_MAX / 16 < kv.abs().max() < E4M3_MAX / 2
                 kv *= scales_of(llm).transpose(0, 1)[:, :, None, None, :, None]
@@ -213,7 +213,7 @@ def test_scales_of_the_checkpoint(tmp_path, caplog, name, shape):
     with make_fp8(path, kv_cache_scales="one") as llm:
         assert (scales_of(llm) == 1).all()
     with make_llm(path) as llm:  # A cache of the model's dtype has no use for them.
-        assert llm.model_runner.kv_cache.scales is None
+        assert llm.model_runner.kv_store.scales is None
         complete(llm, PROMPTS[:1], greedy(2))
 
 
@@ -247,7 +247,7 @@ def test_calibration_does_not_depend_on_what_the_engine_is_for(path):
     for options in ({}, {"max_num_seqs": 1, "max_num_batched_tokens": 8}, {"seed": 3, "kvcache_block_size": 32}):
         with make_fp8(path, **options) as llm:
             found.append(scales_of(llm))
-            assert not any(layer._forward_pre_hooks for layer in llm.model_runner.kv_cache.layers)
+            assert not any(layer._forward_pre_hooks for layer in llm.model_runner.kv_store.layers)
     assert all(torch.equal(scales, found[0]) for scales in found)
     assert torch.equal(powers_of_two(found[0]), found[0])
 

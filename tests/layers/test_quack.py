@@ -10,7 +10,7 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from fake_quack import CpuQuack, Package, make_config, tensors
 from products import FP8, default_result, matmul_with, problem, run
 
-from nanovllm.engine import model_runner
+from nanovllm.engine.start import build
 from nanovllm.kernels.rms_norm import rms_norm_torch
 from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
 from nanovllm.layers.activation import Gated
@@ -221,8 +221,8 @@ def engine_options(monkeypatch, tmp_path, quack) -> dict:
     path = make_checkpoint(tmp_path)
     with make_llm(path) as llm:
         shapes = {tuple(make(1).weight.shape) for make in layer_products(llm.model_runner.model.model.layers[0])}
-    monkeypatch.setattr(model_runner, "load_quack", lambda dtype, device, decodes: quack)
-    monkeypatch.setattr(model_runner, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
+    monkeypatch.setattr(build, "load_quack", lambda dtype, device, decodes: quack)
+    monkeypatch.setattr(build, "load_table", lambda device: load_table(device).updated(make_table(*shapes)))
     return {"path": path, "num_kvcache_blocks": 300, "max_num_seqs": 50, "max_num_batched_tokens": 4096}
 
 

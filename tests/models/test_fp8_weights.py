@@ -98,12 +98,12 @@ def test_published_shapes_divide_into_whole_blocks(model, num_ranks):
 def test_dummy_weights_are_quantized(tmp_path):
     path = make_checkpoint(tmp_path)
     with make_llm(path, quantization="fp8", load_format="dummy") as llm:
-        layer = llm.executor.model_runner.model.model.layers[1]
+        layer = llm.model_runner.model.model.layers[1]
         for linear in (layer.self_attn.qkv_proj, layer.self_attn.o_proj, layer.mlp.gate_up_proj, layer.mlp.down_proj):
             values = dequantized(linear.matrix)
             assert linear.weight.dtype == torch.float8_e4m3fn
             assert abs(values.std() - 0.02) < 0.002
-        assert llm.executor.model_runner.model.lm_head.weight.dtype == torch.float32
+        assert llm.model_runner.model.lm_head.weight.dtype == torch.float32
 
 
 def edited(settings, **changes):
@@ -189,7 +189,7 @@ def test_a_checkpoint_for_an_fp8_cache(tmp_path, caplog, quantizes_weights):
         plain = scored(llm, PROMPT, COMPLETION)
     assert "has a kv_cache_scheme, which kv_cache_dtype='fp8' uses" in caplog.text
     with make_llm(path, kv_cache_dtype="fp8") as llm:
-        assert all((scales == 0.25).all() for scales in llm.model_runner.kv_cache.scales)
+        assert all((scales == 0.25).all() for scales in llm.model_runner.kv_store.scales)
         assert 0 < (scored(llm, PROMPT, COMPLETION) - plain).abs().mean() < 0.3
 
 

@@ -120,7 +120,7 @@ def test_scales_of_a_cache_in_fp8(base, tmp_path):
     names = {f"model.layers.{i}.self_attn.{part}_scale": wanted[i].clone() for i in wanted for part in "kv"}
     save_file(tensors | names, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with make_llm(tmp_path, kv_cache_dtype="fp8") as llm:
-        found = llm.model_runner.kv_cache.scales
+        found = llm.model_runner.kv_store.scales
         assert [scales.tolist() for scales in found] == [[scale.tolist()] * 2 for scale in wanted.values()]
 
 

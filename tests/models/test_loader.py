@@ -175,7 +175,7 @@ def test_float32_checkpoint_runs_in_half_precision(checkpoints, dtype):
     prompt = random_prompt(20, seed=0)
     with make_llm(checkpoints["plain"], dtype=dtype) as llm:
         assert {p.dtype for p in llm.model_runner.model.parameters()} == {getattr(torch, dtype)}
-        assert llm.model_runner.kv_cache.tensors[0].dtype == getattr(torch, dtype)
+        assert llm.model_runner.kv_store.tensors[0].dtype == getattr(torch, dtype)
         (tokens,) = complete(llm, [prompt], greedy(10))
     # Rounding may turn a close race, where logits spread by about 1, and no other.
     assert reference.regret(prompt, tokens) < 0.1

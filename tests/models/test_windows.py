@@ -28,13 +28,13 @@ def test_windows_of_every_family(family, tmp_path):
     prompts = reference.draw_prompts((1, 13, 90, 30), 12)
     expected = reference.greedy(prompts, 12)
     with make_llm(path) as llm:
-        assert 13 in [layer.window for layer in llm.model_runner.kv_cache.layers]
+        assert 13 in [layer.window for layer in llm.model_runner.kv_store.layers]
         assert complete(llm, prompts, greedy(12)) == expected
     with make_llm(path, num_kvcache_blocks=8, max_num_batched_tokens=20, mixed_step_rows=8) as llm:
         assert complete(llm, prompts, greedy(12)) == expected
         assert llm.scheduler.num_preemptions > 0
     with make_llm(path, max_model_len=13) as llm:  # No sequence can be longer than the window.
-        assert {layer.window for layer in llm.model_runner.kv_cache.layers} == {None}
+        assert {layer.window for layer in llm.model_runner.kv_store.layers} == {None}
 
 
 def test_layer_types_that_name_too_few_layers_are_refused():

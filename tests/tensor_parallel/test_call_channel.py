@@ -47,7 +47,7 @@ def test_messages_of_any_size_reach_every_worker_in_order(channel):
 def test_the_layout_is_a_length_and_the_bytes(channel):
     writer, readers = channel
     writer.write(b"hello")
-    assert bytes(writer._segment.buf[:9]) == b"\5\0\0\0hello"
+    assert bytes(writer.segment.buf[:9]) == b"\5\0\0\0hello"
     assert [reader.read() for reader in readers] == [b"hello", b"hello"]
 
 

@@ -147,7 +147,7 @@ def test_every_tuned_size_can_be_shared(size):
 )
 def test_what_cannot_be_shared_is_refused_before_any_process_starts(tmp_path, monkeypatch, fields, size, message):
     path = make_checkpoint(tmp_path, **fields)
-    monkeypatch.setattr("nanovllm.engine.ranks.executor.Workers", None)
+    monkeypatch.setattr("nanovllm.engine.llm_engine.Workers", None)
     with pytest.raises(ValueError, match=rf"tensor_parallel_size={size}.*{message}"):
         make_llm(path, tensor_parallel_size=size)
 

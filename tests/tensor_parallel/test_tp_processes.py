@@ -28,7 +28,7 @@ def make_llm(size):
     llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=64,
               tensor_parallel_size=size)
     if size > 1:
-        workers = llm.executor.workers
+        workers = llm._ranks
         print("workers", *(process.pid for process in workers._processes.values()), flush=True)
     return llm
 
@@ -302,7 +302,7 @@ def test_the_ranks_meet_where_no_other_user_and_no_other_host_can_reach_them(pat
     monkeypatch.setattr(Workers, "meet", look)
     with make_llm(path, tensor_parallel_size=2) as llm:
         complete(llm, [[1, 2, 3]], greedy(2))
-        pids = [os.getpid(), *(process.pid for process in llm.executor.workers._processes.values())]
+        pids = [os.getpid(), *(process.pid for process in llm.ps)]
         addresses = [address for pid in pids for address in listening_addresses(pid)]
     for address in before:
         addresses.remove(address)

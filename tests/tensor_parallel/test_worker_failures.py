@@ -28,9 +28,9 @@ def started(monkeypatch):
     started = []
     original = Workers._start
 
-    def start(self, config):
+    def start(self):
         started.append(self)
-        original(self, config)
+        original(self)
 
     monkeypatch.setattr(Workers, "_start", start)
     return started

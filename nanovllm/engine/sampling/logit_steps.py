@@ -1,6 +1,5 @@
 """LogitSteps: steps with a request that asks for more than a temperature: first the logits, then the sampling."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -56,11 +55,11 @@ class LogitSteps:
         if step.prompt_rows:
             context = replace(inputs.context, last_tokens=None)
             hidden_states = self._hidden_states(inputs._replace(context=context))
-            step.prompt_logprobs = prompt_logprobs(step, hidden_states, self.full_logits)
+            step.prompt_logprobs = prompt_logprobs(step, hidden_states, self._full_logits)
             hidden_states = hidden_states[inputs.context.last_tokens]
         else:
             hidden_states = self._hidden_states(inputs)
-        logits = self.full_logits(hidden_states)
+        logits = self._full_logits(hidden_states)
         if self._draws:
             step.logits = logits
             step.temperatures, step.seeds, step.positions = inputs.temperatures, inputs.seeds, inputs.sample_positions
@@ -69,12 +68,13 @@ class LogitSteps:
         n, inputs = step.num_sampled, self._inputs
         logits: Tensor | None
         if step.graph_size:
-            self.capture(step.graph_size, step.shares_reads)
+            self._capture(step.graph_size, step.shares_reads)
             inputs.send(step)
-            logits = self.replay(step.graph_size, step.shares_reads)
+            self._graphs[StepKind(False, step.shares_reads, True)].replay(step.graph_size)
+            logits = self._graphs.logits
         else:
             inputs.send(step)
-            logits = self.full_logits(self._hidden_states(inputs.for_model(n, step.num_rows, step.kind))[:n])
+            logits = self._full_logits(self._hidden_states(inputs.for_model(n, step.num_rows, step.kind))[:n])
         if self._draws and logits is not None:
             step.logits, step.fed_tokens = logits[:n], inputs.input_ids[:n]
             names = ("temperatures", "seeds", "positions")
@@ -82,20 +82,13 @@ class LogitSteps:
 
     def _hidden_states(self, inputs: ModelInputs) -> Tensor:
         with step_context(inputs.context):
-            return self._model.hidden_states(inputs.input_ids, inputs.positions)
+            return self._model(inputs.input_ids, inputs.positions)
 
-    def full_logits(self, hidden_states: Tensor) -> Tensor:
+    def _full_logits(self, hidden_states: Tensor) -> Tensor:
         """Hidden states [num_rows, hidden_size] -> logits [num_rows, vocab_size]. All ranks must call it."""
-        return self._model.gather_logits(self._model.shard_logits(hidden_states))
+        return self._model.gather_logits(self._model.compute_logits(hidden_states))
 
-    def capture_all(self, tell: Callable[[int, int], None]) -> None:
-        """Capture the graphs of all sizes now, for a model whose steps all give logits."""
-        sizes = self._graphs[StepKind()].sizes
-        for i, size in enumerate(reversed(sizes)):
-            tell(i, len(sizes))
-            self.capture(size)
-
-    def capture(self, batch_size: int, shares_reads: bool = False) -> None:
+    def _capture(self, batch_size: int, shares_reads: bool) -> None:
         """Have a graph of this size that ends at the logits. Captured when it is first needed. All ranks come here at
         the same step, and capture together."""
         graphs, sizes = self._graphs[StepKind(False, shares_reads, True)], self._graphs[StepKind()].sizes
@@ -107,11 +100,6 @@ class LogitSteps:
         options = {"shares_reads": shares_reads}
         graphs.capture(batch_size, partial(self._store_logits, **options), partial(self._run_padding, **options))
 
-    def replay(self, batch_size: int, shares_reads: bool = False) -> Tensor | None:
-        """The logits of the rows that the inputs hold, on a rank that samples: [largest size, vocab_size]."""
-        self._graphs[StepKind(False, shares_reads, True)].replay(batch_size)
-        return self._graphs.logits
-
     def _run_padding(self, batch_size: int, shares_reads: bool) -> None:
         self._inputs.pad(batch_size, shares_reads)
         self._store_logits(batch_size, shares_reads)
@@ -122,9 +110,9 @@ class LogitSteps:
         )
         out = self._graphs.logits
         if out is not None and self._tp.size == 1:  # A copy of all logits would read and write them once more.
-            self._model.shard_logits(hidden_states, out=out[:batch_size])
+            self._model.compute_logits(hidden_states, out=out[:batch_size])
             return
-        logits = self.full_logits(hidden_states)
+        logits = self._full_logits(hidden_states)
         if out is not None:
             out[:batch_size] = logits
 
