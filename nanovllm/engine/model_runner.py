@@ -53,7 +53,7 @@ from nanovllm.models.loader import (
 )
 from nanovllm.models.make_model import make_model
 from nanovllm.models.model_size import attention_shapes
-from nanovllm.utils.context import reset_context, set_context
+from nanovllm.utils.context import reset_context, use_context
 from nanovllm.utils.progress import StartProgress
 from nanovllm.utils.threads import StepThreads, torch_threads
 
@@ -473,7 +473,7 @@ class ModelRunner:
 
     def run_model(self, inputs: ModelInputs) -> None:
         """Model, head and sampler: a token for each temperature, into decode_inputs.sampled."""
-        set_context(inputs.context)
+        use_context(inputs.context)
         try:
             hidden_states = self.model(inputs.input_ids, inputs.positions)[: len(inputs.temperatures)]
             logits = self.model.compute_logits(hidden_states)
