@@ -89,7 +89,9 @@ class DecoderAttention(nn.Module):
         if spec.sinks:
             shards = {None: (num_heads,)}
             self.sinks = make_parameter((self.num_heads,), shards, self.load_sinks, Unquantized())
-        self.attn = Attention(self.head_dim, backend, spec.window(layer), spec.attention_scale, self.sinks)
+        scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        sizes = self.num_heads, self.head_dim, scale, self.num_kv_heads
+        self.attn = Attention(*sizes, backend, spec.window(layer), self.sinks)
 
     def forward(self, positions: torch.Tensor, hidden: Normed, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
@@ -97,7 +99,7 @@ class DecoderAttention(nn.Module):
         if self.has_gate:
             qkv, gate = qkv.tensor_split((-self.num_heads * self.head_dim,), dim=1)
         context = get_context()
-        has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
+        has_cache = self.attn.k_cache.numel() > 0  # The warm-up runs without one.
         if self.qk_norm == "full":
             self._normalize_full_width(qkv)
         qk_norm_rope_store(
@@ -107,8 +109,8 @@ class DecoderAttention(nn.Module):
             self.eps,
             self.rotary_emb.cos_sin_cache if self.rotary_emb else None,
             positions,
-            self.attn.k_cache,
-            self.attn.v_cache,
+            self.attn.k_cache if has_cache else None,
+            self.attn.v_cache if has_cache else None,
             context.slot_mapping if has_cache else None,
             self.attn.kv_scales if has_cache else None,
             self.num_heads,
@@ -120,11 +122,11 @@ class DecoderAttention(nn.Module):
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if rows is None:
-            attended = self.attn(q, k, v, context).flatten(1)
+            attended = self.attn.attend(q, k, v, context).flatten(1)
         elif context.is_prefill:
-            attended = self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
+            attended = self.attn.attend(q[rows], k, v, context.of_last_tokens()).flatten(1)
         else:
-            attended = self.attn(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
+            attended = self.attn.attend(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
         if gate is not None:
             sigmoid_gate(attended, gate if rows is None else gate[rows])
         return attended

@@ -25,7 +25,8 @@ class TimedAttention:
         self._backend = select_backend("auto", shape)
         num_keys = _NUM_BLOCKS * shape.block_size
         self._backend.prepare(shape, [None], StepSizes(0, num_keys, max_tokens, num_layer_params=1), table)
-        self._attn = Attention(shape.head_dim, self._backend)
+        heads = shape.num_heads, shape.head_dim, shape.head_dim**-0.5
+        self._attn = Attention(*heads, shape.num_kv_heads, self._backend)
         options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
         cache_shape = _NUM_BLOCKS * max_tokens, shape.block_size, shape.num_kv_heads, shape.head_dim
         self._attn.k_cache, self._attn.v_cache = torch.randn(2, *cache_shape, **options)
@@ -64,4 +65,4 @@ class TimedAttention:
         )  # fmt: skip
         heads = qkv.view(len(qkv), -1, head_dim)
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        return attn(q, k, v, context).flatten(1)
+        return attn.attend(q, k, v, context).flatten(1)
