@@ -247,7 +247,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
         # Layers with the same settings share a table.
         keys = [(rope, layer_heads(config, spec, i).head_dim) for i, rope in enumerate(spec.ropes)]
-        tables = {key: RotaryEmbedding(key[1], max_position, key[0]) for key in set(keys) if key[0]}
+        tables = {key: RotaryEmbedding.of(key[0], key[1], max_position) for key in set(keys) if key[0]}
         self.layers = nn.ModuleList()
         for i, (key, mlp) in enumerate(zip(keys, mlps, strict=True)):
             mixer: DecoderAttention | GatedDeltaNet

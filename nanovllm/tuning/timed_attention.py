@@ -32,7 +32,7 @@ class TimedAttention:
         self._attn.k_cache, self._attn.v_cache = torch.randn(2, *cache_shape, **options)
         self._norm_weight = torch.ones(shape.head_dim, **options)
         self._num_keys = num_keys
-        self._cos_sin_cache = torch.rand(self._num_keys, shape.head_dim, device=shape.device)
+        self._cos_sin_cache = torch.rand(self._num_keys, 1, shape.head_dim, device=shape.device)
         self._positions = torch.full((max_tokens,), self._num_keys - 1, device=shape.device)
 
     def context(self, num_tokens: int) -> Context:

@@ -12,7 +12,7 @@ from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.rotary_embedding import RopeParameters
+from nanovllm.layers.rope_parameters import RopeParameters
 from nanovllm.models.layer_facts import few_layers, num_layer_params
 from nanovllm.models.loader import load_dummy
 from nanovllm.models.presets import preset_config
