@@ -72,8 +72,9 @@ class DecoderAttention(nn.Module):
         if of_layer.keys_are_values:
             projection = KeysAsValuesParallelLinear
         self.has_gate = spec.query_gate
-        self.qkv_proj: QKVParallelLinear = projection(config.hidden_size, *heads, spec.qkv_bias, tp, matmul)
-        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, tp, matmul)
+        options: Any = {"tp": tp, "matmul": matmul}
+        self.qkv_proj: QKVParallelLinear = projection(config.hidden_size, *heads, spec.qkv_bias, **options)
+        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, **options)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.eps = config.rms_norm_eps
         self.q_norm: Any = None
@@ -82,7 +83,7 @@ class DecoderAttention(nn.Module):
         if spec.qk_norm == "head":
             self.q_norm, self.k_norm = (RMSNorm(self.head_dim, self.eps, spec.norm_offset) for _ in "qk")
         elif spec.qk_norm == "full":
-            parts, sizes = self.qkv_proj.parts, self.qkv_proj.output_sizes
+            parts, sizes = self.qkv_proj.parts, self.qkv_proj.matrix_sizes
             self.q_norm, self.k_norm = (ShardedRMSNorm(*parts[name], sizes[name], self.eps) for name in "qk")
         self.rotary_emb = rotary_emb
         self.sinks: nn.Parameter | None = None
@@ -147,8 +148,8 @@ class DecoderMLP(nn.Module):
     def __init__(self, config, spec: DecoderSpec, tp: TensorParallel, matmul: Matmul):
         super().__init__()
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp, matmul)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp, matmul)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, tp=tp, matmul=matmul)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, tp=tp, matmul=matmul)
         self.gelu = GeluTanhAndMul() if spec.activation == "gelu_tanh" else None
 
     def add(

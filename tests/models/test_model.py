@@ -77,7 +77,7 @@ def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_sampled):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_added_to_the_residual_in_place(bias):
-    layer = RowParallelLinear(12, 7, bias, TensorParallel(), Matmul()).requires_grad_(False)
+    layer = RowParallelLinear(12, 7, bias, matmul=Matmul()).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.normal_()
     x, residual = torch.randn(5, 12), torch.randn(5, 7)

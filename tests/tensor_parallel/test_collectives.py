@@ -1,37 +1,15 @@
 """What ranks do together, over gloo between threads."""
 
 import os
-import tempfile
-import threading
 
 import pytest
 import torch
-import torch.distributed as dist
+from rank_threads import on_ranks
 
 from nanovllm.engine.ranks import process_group
-from nanovllm.engine.ranks.process_group import join_group, open_store
 from nanovllm.layers.embed_head import ParallelLMHead
 from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
 from nanovllm.utils.context import Context, step_context
-
-CPU = torch.device("cpu")
-
-
-def on_ranks(size, work):
-    """[work(tp)] of each rank."""
-    results = [None] * size
-    with tempfile.TemporaryDirectory() as folder:
-
-        def run(rank):
-            results[rank] = work(join_group(open_store(folder), rank, size, CPU))
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not dist.is_initialized()
-    return results
 
 
 @pytest.mark.parametrize("size", [2, 3])
