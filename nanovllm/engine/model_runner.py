@@ -167,7 +167,8 @@ class ModelRunner:
         self.num_layer_params = num_layer_params(self.model)
         self.stores = self.model.make_stores(self.attention_shape, config.state_dtype)
         self.kv_cache = next(store for store in self.stores if isinstance(store, PagedKVCache))
-        self.sampler = Sampler(tp, self.model.lm_head.first, self.model.lm_head.shard_size)
+        head = self.model.lm_head
+        self.sampler = Sampler(tp, head.vocab_start_idx, head.num_embeddings_per_partition)
         has_slots, gate_up = len(self.stores) > 1, gate_up_weight(self.model)
         self.mixed_step_rows = choose_mixed_step_rows(config, self.has_graphs, has_slots, gate_up, table)
         max_model_len = cast(int, config.max_model_len)  # The checks made them numbers.

@@ -12,7 +12,7 @@ from nanovllm.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
-from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
+from nanovllm.layers.embed_head import SHARD_MULTIPLE, ParallelLMHead, ReplicatedEmbedding
 from nanovllm.layers.formats.parameters import make_parameter, scale_while_loading
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -306,7 +306,9 @@ class DecoderForCausalLM(nn.Module, ABC):
         self.model = DecoderModel(config, spec, mlps, max_position, backend, tp, matmul)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.logit_softcap = spec.logit_softcap
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, tp=tp, tied_to=tied_to, shard_multiple=SHARD_MULTIPLE
+        )
         scale_while_loading([self.model.norm], spec.logit_scale)
         scale_while_loading(self._last_projections(), spec.residual_scale)
 
@@ -343,15 +345,15 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary. out: as for
-        `ParallelLMHead`."""
-        logits = self.lm_head(hidden_states, out)
+        `ParallelLMHead.shard_logits`."""
+        logits = self.lm_head.shard_logits(hidden_states, out)
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
-        return self.lm_head.gather(logits)
+        return self.lm_head.gather_shards(logits)
 
     def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:
         """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a slot each.

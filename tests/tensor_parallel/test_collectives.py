@@ -7,7 +7,7 @@ import torch
 from rank_threads import on_ranks
 
 from nanovllm.engine.ranks import process_group
-from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.embed_head import SHARD_MULTIPLE, ParallelLMHead
 from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
 from nanovllm.utils.context import Context, step_context
 
@@ -49,11 +49,11 @@ def test_the_vocabulary_in_shards_is_the_vocabulary(vocab_size, size):
     hidden = torch.randn(5, 8)
 
     def work(tp):
-        head = ParallelLMHead(vocab_size, 8, tp)
+        head = ParallelLMHead(vocab_size, 8, tp=tp, shard_multiple=SHARD_MULTIPLE)
         head.weight_loader(head.weight, weight)
         with step_context(Context()):
-            local = head(hidden)
-        return local, head.gather(local), head.first
+            local = head.shard_logits(hidden)
+        return local, head.gather_shards(local), head.vocab_start_idx
 
     for local, logits, first in on_ranks(size, work) if size > 1 else [work(TensorParallel())]:
         expected = hidden @ weight.t()
