@@ -170,7 +170,7 @@ class MergedColumnParallelLinear(ColumnParallelLinear):
     def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, **options: Any):
         """output_sizes: of each matrix, on all ranks together. options: LinearBase's."""
         self.output_sizes = output_sizes
-        matrix_sizes = dict(enumerate(output_sizes))
+        matrix_sizes = dict(enumerate(self.output_sizes))
         super().__init__(input_size, sum(output_sizes), bias, matrix_sizes=matrix_sizes, **options)
 
     def silu(self, x: Tensor | Normed) -> Tensor | Gated:

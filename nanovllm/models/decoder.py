@@ -269,7 +269,7 @@ class DecoderModel(nn.Module):
         hidden = Normed(residual, norms[0])
         context = get_context()
         # The rows that the step's tokens are sampled from. The last layer computes only keys and values of the others.
-        sampled = context.last_tokens if context.num_sampled is None else slice(context.num_sampled)
+        sampled = slice(context.num_sampled) if context.num_sampled is not None else context.last_tokens
         for layer, next_norm in zip(self.layers, norms[1:], strict=True):
             hidden = layer(positions, hidden, next_norm, sampled if next_norm is self.norm else None)
         return hidden.value()
