@@ -17,7 +17,7 @@ import pkgutil
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -34,6 +34,8 @@ import nanovllm.kernels
 from nanovllm.config import Config
 from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.ranks.ranks import Ranks
+from nanovllm.engine.start import build
 from nanovllm.engine.start.kernel_compilation import trace_steps
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
@@ -51,6 +53,7 @@ from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.qwen3_5 import has_linear_attention
 from nanovllm.models.registry import ARCHITECTURES
+from nanovllm.utils.progress import StartProgress
 
 # Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
 # Specifications per Compute Capability"). The device index of a pretended card is its place here.
@@ -253,6 +256,41 @@ def pretended_card(capability: int) -> Iterator[torch.device]:
         driver._active = before
 
 
+class _HasTraced(Exception):
+    pass
+
+
+class _Meeting(Ranks):
+    """The other ranks, which are not there."""
+
+    def __init__(self, tp: TensorParallel):
+        super().__init__()
+        self._tp = tp
+
+    def meet(self) -> TensorParallel:
+        return self._tp
+
+
+class _TracingStart:
+    """A start that ends where the weights would be loaded."""
+
+    free_at_start, progress = 0, StartProgress(is_wanted=False)
+
+    def __init__(self, runner: ModelRunner):
+        self._runner = runner
+
+    def __enter__(self) -> "_TracingStart":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def load_weights(self) -> None:
+        with few_layers(self._runner.model):
+            trace_steps(self._runner)
+        raise _HasTraced
+
+
 def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
     """The variants that an engine launches on a pretended card, from its start on."""
     found: dict[tuple, Launch] = {}
@@ -266,9 +304,9 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
     with ExitStack() as stack:
         for target, name, value in (
             (launch, "_compile", record),
-            (model_runner, "free_memory", lambda device: 0),
+            (model_runner, "Start", _TracingStart),
             # Other packages' kernels are theirs to test.
-            (model_runner, "load_quack", lambda *args, **options: None),
+            (build, "load_quack", lambda *args, **options: None),
             (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
             (parallel, "_run", lambda *args: None),
         ):
@@ -277,14 +315,13 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             stack.enter_context(block)
         token = launch._variants.set(set())
         try:
-            runner, tp = ModelRunner(config, device), TensorParallel()
+            tp = TensorParallel()
             if config.tensor_parallel_size > 1:
                 sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
                 reducer = make_reducer(_Peers(config.tensor_parallel_size, device), *sizes)
                 tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
-            runner.build_model(tp)
-            with few_layers(runner.model):
-                trace_steps(runner)
+            with suppress(_HasTraced):
+                ModelRunner(config, 0, _Meeting(tp))
         finally:
             launch._variants.reset(token)
     return found

@@ -20,7 +20,7 @@ from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.start.build import build_model
+from nanovllm.engine.start.build import Parts, build_model
 from nanovllm.engine.start.give_back import give_back
 from nanovllm.engine.start.memory import allocate_stores, largest_prefill
 from nanovllm.engine.start.sleep import fall_asleep, wake_up
@@ -28,7 +28,6 @@ from nanovllm.engine.start.start import Start
 from nanovllm.engine.start.weights import overwrite_weights
 from nanovllm.engine.step import Step
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.sampler import Sampler
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.loader import TensorFacts
 from nanovllm.utils.context import reset_context, use_context
@@ -73,10 +72,7 @@ class ModelRunner:
         with Start(self) as start:
             self._free_at_start, self._progress = start.free_at_start, start.progress
             self.tp = self.event.meet()
-            parts = build_model(config, self.tp, self.device)
-            self.model, self.backend, self.attention_shape, self.has_graphs, self.quack = parts[:5]
-            self.num_layer_params, self.stores, self.kv_store, self.mixed_step_rows, self.decode_inputs = parts[5:]
-            self.sampler = Sampler(self.tp, self.model.lm_head.first, self.model.lm_head.shard_size)
+            self._use_parts(build_model(config, self.tp, self.device))
             self.step_graphs = StepGraphs(self.device)
             self.logit_steps = LogitSteps(config, self.model, self.decode_inputs, self.step_graphs, self.tp)
             start.load_weights()
@@ -84,6 +80,11 @@ class ModelRunner:
             self.allocate_kv_cache()
             self.capture_cudagraph()
             self.step_times = start.warm_up()
+
+    def _use_parts(self, parts: Parts) -> None:
+        self.model, self.backend, self.attention_shape, self.has_graphs, self.quack = parts[:5]
+        self.num_layer_params, self.stores, self.kv_store, self.mixed_step_rows = parts[5:9]
+        self.decode_inputs, self.sampler = parts[9:]
 
     def exit(self) -> None:
         """End all ranks and give all memory back. Harmless when called again. Ctrl-C kills ranks that do not end."""

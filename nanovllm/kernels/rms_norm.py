@@ -12,10 +12,14 @@ from nanovllm.kernels.triton_stub import tl, triton
 @triton.jit
 def _rms_norm_kernel(
     x, weight, y, sum_scale, x_stride, y_stride, eps,
-    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    HIDDEN: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr, HEADS: tl.constexpr = 1,
 ):  # fmt: skip
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
+    if HEADS > 1:  # The heads of a token lie side by side.
+        x += row % HEADS * HIDDEN
+        y += row % HEADS * HIDDEN
+        row = row // HEADS
     columns = tl.arange(0, BLOCK)
     mask = columns < HIDDEN
     value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
@@ -31,6 +35,23 @@ def _rms_norm_kernel(
         if sum_scale is not None:
             normed *= tl.load(sum_scale).to(tl.float32)
     tl.store(y_at, normed.to(y.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_of_sum_kernel(
+    x, residual, weight, y, total, x_stride, residual_stride, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < HIDDEN
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    value += tl.load(residual + row * residual_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    rounded = value.to(total.dtype.element_ty)
+    tl.store(total + row * HIDDEN + columns, rounded, mask=mask)
+    value = rounded.to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(value * value, axis=0) / HIDDEN + eps)
+    tl.store(y + row * HIDDEN + columns, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
@@ -49,6 +70,18 @@ def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_sc
     return (rms_norm_add_triton if use_kernels(x) else rms_norm_add_torch)(residual, x, weight, eps, sum_scale)
 
 
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of each head of x, `[num_tokens, heads, hidden]`: packed within a token, any stride between tokens.
+    Returns a new contiguous tensor."""
+    return rms_norm_heads_triton(x, weight, eps) if use_kernels(x) else rms_norm_torch(x, weight, eps)
+
+
+def rms_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`total = x + residual`, rounded; and `rms_norm(total)`. Returns the norm and the total, in new tensors.
+    x and residual: as x of `rms_norm`, `[num_tokens, hidden]` and of one dtype. Errors are those of `rms_norm`."""
+    return (rms_norm_of_sum_triton if use_kernels(x) else rms_norm_of_sum_torch)(x, residual, weight, eps)
+
+
 def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """The twin. x may have any number of leading dimensions."""
     value = x.float()
@@ -64,6 +97,11 @@ def rms_norm_add_torch(
     return residual.copy_(total if sum_scale is None else total * sum_scale.float())
 
 
+def rms_norm_of_sum_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    total = x + residual
+    return rms_norm_torch(total, weight, eps), total
+
+
 def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     return _launch(x, weight, eps, y, add=False)
@@ -75,13 +113,36 @@ def rms_norm_add_triton(
     return _launch(x, weight, eps, residual, add=True, sum_scale=sum_scale)
 
 
+def rms_norm_heads_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    num_tokens, heads, hidden = x.shape
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if x.stride(2) != 1 or (heads > 1 and x.stride(1) != hidden) or weight.shape != (hidden,):
+        raise _layout_error(x, weight)
+    if num_tokens:
+        launcher(_rms_norm_kernel, (num_tokens * heads,), has_pdl(x.device))(
+            x, weight, y, None, x.stride(0), y.stride(0), eps, HIDDEN=hidden, ADD=False, HEADS=heads, **_sizes(hidden)
+        )
+    return y
+
+
+def rms_norm_of_sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    num_tokens, hidden = x.shape
+    y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
+    for each in (x, residual):
+        if each.stride(1) != 1 or weight.shape != (hidden,) or each.shape != x.shape:
+            raise _layout_error(each, weight)
+    if num_tokens:
+        strides = x.stride(0), residual.stride(0)
+        launcher(_rms_norm_of_sum_kernel, (num_tokens,))(
+            x, residual, weight, y, total, *strides, eps, HIDDEN=hidden, **_sizes(hidden)
+        )
+    return y, total
+
+
 def _launch(x: Tensor, weight: Tensor, eps: float, y: Tensor, add: bool, sum_scale: Tensor | None = None) -> Tensor:
     num_tokens, hidden = x.shape
     if x.stride(1) != 1 or weight.shape != (hidden,):
-        raise ValueError(
-            f"x must be contiguous in its last dimension, and weight must be as long: their shapes are {list(x.shape)} "
-            f"and {list(weight.shape)}, the strides of x {x.stride()}"
-        )
+        raise _layout_error(x, weight)
     if y.shape != x.shape or y.stride(1) != 1:
         raise ValueError(
             f"the output must be contiguous in its last dimension and of x's shape {list(x.shape)}, not "
@@ -89,9 +150,20 @@ def _launch(x: Tensor, weight: Tensor, eps: float, y: Tensor, add: bool, sum_sca
         )
     if num_tokens == 0:
         return y
-    block = triton.next_power_of_2(hidden)
-    num_warps = min(max(block // 256, 1), 16)  # 8 elements a thread are one 16-byte load of a half-precision row
     launcher(_rms_norm_kernel, (num_tokens,), has_pdl(x.device))(
-        x, weight, y, sum_scale, x.stride(0), y.stride(0), eps, HIDDEN=hidden, BLOCK=block, ADD=add, num_warps=num_warps
+        x, weight, y, sum_scale, x.stride(0), y.stride(0), eps, HIDDEN=hidden, ADD=add, **_sizes(hidden)
     )
     return y
+
+
+def _sizes(hidden: int) -> dict[str, int]:
+    block = triton.next_power_of_2(hidden)
+    # 8 elements a thread are one 16-byte load of a half-precision row.
+    return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}
+
+
+def _layout_error(x: Tensor, weight: Tensor) -> ValueError:
+    return ValueError(
+        f"x must be contiguous in its last dimension, and weight must be as long: their shapes are {list(x.shape)} "
+        f"and {list(weight.shape)}, the strides of x {x.stride()}"
+    )

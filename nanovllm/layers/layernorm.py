@@ -5,13 +5,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add
+from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add, rms_norm_heads, rms_norm_of_sum
 
 
 class RMSNorm(nn.Module):
     """`x / sqrt(mean(x^2) + eps) * weight`, computed in float32 and rounded once (Zhang & Sennrich 2019).
 
-    The residual is added before it, by the matrix product (`RowParallelLinear.add`).
+    In the fast decoder the residual is added before it, by the matrix product (`RowParallelLinear.add`).
 
     Args:
         hidden_size: length of the normalized (last) dimension.
@@ -28,18 +28,34 @@ class RMSNorm(nn.Module):
         self.eps, self.offset = eps, offset
         # What `add_to` multiplies the sum by, `[1]`: another module's parameter; None for 1.
         self.sum_scale: Tensor | None = None
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=torch.float32 if offset else dtype))
+        self.weight = nn.Parameter(
+            torch.ones(hidden_size, dtype=torch.float32 if offset else dtype), requires_grad=False
+        )
         if offset:
             cast(Any, self.weight).weight_loader = self.weight_loader
 
-    def weight_loader(self, param: nn.Parameter, loaded: Any, shard_id: object = None) -> None:
-        param.data.copy_(loaded[...])
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Any, shard_id: object = None) -> None:
+        param.data.copy_(loaded_weight[...])
         param.data += self.offset
 
-    def forward(self, x: Tensor, out: Tensor | None = None) -> Tensor:
-        """`[num_tokens, hidden_size]`, any float dtype, to the same shape and dtype: `out`, which may be x, or a new
-        tensor."""
-        return rms_norm(x, self.weight, self.eps, out)
+    def rms_forward(self, x: Tensor) -> Tensor:
+        """`[num_tokens, hidden_size]` or `[num_tokens, num_heads, hidden_size]`, any float dtype, to a new tensor of
+        the same shape and dtype."""
+        return (rms_norm_heads if x.dim() == 3 else rms_norm)(x, self.weight, self.eps)
+
+    def add_rms_forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """norm(x + residual) and x + residual, in new tensors; all `[num_tokens, hidden_size]`."""
+        return rms_norm_of_sum(x, residual, self.weight, self.eps)
+
+    def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """norm(x); with a residual, norm(x + residual) and x + residual. Overwrites neither."""
+        if residual is None:
+            return self.rms_forward(x)
+        return self.add_rms_forward(x, residual)
+
+    def norm_in_place(self, x: Tensor) -> Tensor:
+        """Overwrite x, `[num_tokens, hidden_size]`, with its norm."""
+        return rms_norm(x, self.weight, self.eps, x)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """(residual + norm(x)) * sum_scale, overwriting residual; both `[num_tokens, hidden_size]`."""

@@ -5,11 +5,12 @@ Every parameter knows how it is loaded (`parameters`), and the weight's format h
 
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format
-from nanovllm.layers.formats.format import Input, Weight
+from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.parameters import load_rows, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -18,25 +19,71 @@ from nanovllm.layers.parallel.rank_sums import add_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 
+def divide(numerator: int, denominator: int) -> int:
+    """The quotient. Raises ValueError if there is a remainder."""
+    if numerator % denominator:
+        raise ValueError(f"{numerator} is not a multiple of {denominator}")
+    return numerator // denominator
+
+
 class LinearBase(nn.Module):
-    """A weight `[N, K]`, perhaps a bias `[N]`. A subclass has `weight_loader`, also of scales, and `bias_loader`."""
+    """y = x W^T + b with a weight `[output_size, input_size]`, both sizes of this rank.
+
+    Args:
+        tp_dim: the weight's dimension that is split over the ranks; None: none is.
+        tp: this rank's place; None: there is one rank.
+        matmul: chooses who computes the products, by a table of measured ones; None: torch does.
+        format: of the weight; None: the one of the block that this is called in (`weight_format`).
+        shards: the checkpoint tensors that make the weight up: {shard id: their full shape}; None: one like the weight.
+
+    Attributes:
+        tp_rank, tp_size: of tp.
+        is_plain: whether forward is torch's `F.linear`: without a table, and of a weight that is a plain tensor.
+        products: the same product and others, such as one that adds to its output, by operation.
+    """
 
     weight: nn.Parameter
-    weight_loader: Any
-    bias_loader: Any
 
-    def __init__(self, weight_shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel, matmul: Matmul):
-        """weight_shape: this rank's part. shards: of the weight."""
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        tp_dim: int | None = None,
+        *,
+        tp: TensorParallel | None = None,
+        matmul: Matmul | None = None,
+        format: WeightFormat | None = None,
+        shards: dict | None = None,
+    ):
         super().__init__()
-        self.tp = tp
-        self.format = get_weight_format()
-        for name, parameter in self.format.parameters(weight_shape, shards, self.weight_loader).items():
+        self.tp, self.tp_dim = tp or TensorParallel(), tp_dim
+        self.tp_rank, self.tp_size = self.tp.rank, self.tp.size
+        self.format = format or get_weight_format()
+        shape, shards = (output_size, input_size), shards or {None: (output_size, input_size)}
+        for name, parameter in self.format.parameters(shape, shards, self.weight_loader).items():
             self.register_parameter(name, parameter)
         self.bias: nn.Parameter | None = None
         if bias:
             bias_shards = {key: shape[:1] for key, shape in shards.items()}
-            self.bias = make_parameter(weight_shape[:1], bias_shards, self.bias_loader, Unquantized())
+            self.bias = make_parameter(shape[:1], bias_shards, self.bias_loader, Unquantized())
+        self.has_table = matmul is not None
+        self.is_plain = not self.has_table and self.format == Unquantized()
         self.products = Products(matmul, self, self.bias_of_rank)
+
+    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        """Copy this rank's part of a tensor of the checkpoint to a parameter: the weight, or its scales."""
+        param.format.store(param, loaded_weight[:])
+
+    def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        """The same of the bias."""
+        self.weight_loader(param, loaded_weight, loaded_shard_id)
+
+    def forward(self, x: Input) -> Any:
+        """[num_tokens, input_size] -> [num_tokens, output_size]."""
+        if self.is_plain:
+            return F.linear(value_of(x), self.weight, self.bias_of_rank)
+        return self.products["linear"](x)
 
     @property
     def matrix(self) -> Weight:
@@ -50,74 +97,81 @@ class LinearBase(nn.Module):
     def pack_weight(self) -> None:
         """Let this machine read the loaded weight faster, if there is a way."""
         self.format, self.weight = self.format.packed(self.weight)
-        self.products.clear()
+        self._forget_products()
 
     def unpack_weight(self) -> None:
         """Undo `pack_weight`, so that the weight can be loaded again."""
         self.format, self.weight = self.format.unpacked(self.weight)
+        self._forget_products()
+
+    def _forget_products(self) -> None:
+        self.is_plain = not self.has_table and self.format == Unquantized()
         self.products.clear()
 
 
 class ReplicatedLinear(LinearBase):
     """y = x W^T + b, the same on every rank: [num_tokens, input_size] -> [num_tokens, output_size]."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, matmul: Matmul):
-        shape = output_size, input_size
-        super().__init__(shape, {None: shape}, bias, tp, matmul)
-
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        param.format.store(param, loaded[:])
-
-    bias_loader = weight_loader
-
-    def forward(self, x: Input) -> Any:
-        return self.products["linear"](x)
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, **options: Any):
+        """options: LinearBase's."""
+        super().__init__(input_size, output_size, bias, **options)
 
 
 class ColumnParallelLinear(LinearBase):
-    """y = x W^T + b with W's rows, the output features, split over the ranks. W may be several matrices, stacked. The
-    checkpoint has them one by one, or all as one tensor, whose shard id is None.
+    """y = x W^T + b with W's rows, the output features, split over the ranks.
+
+    A subclass may stack several matrices. The checkpoint has them one by one, or all as one tensor, whose shard id is
+    None.
 
     forward: [num_tokens, input_size] -> [num_tokens, this rank's rows].
     """
 
-    def __init__(self, input_size: int, output_sizes: dict, bias: bool, tp: TensorParallel, matmul: Matmul):
-        """output_sizes: {shard id: rows of that matrix in the checkpoint}."""
-        self.output_sizes = output_sizes
-        self.parts = {key: self.part(key, tp) for key in output_sizes}
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        *,
+        tp: TensorParallel | None = None,
+        matrix_sizes: dict | None = None,
+        **options: Any,
+    ):
+        """matrix_sizes: {shard id: rows of that matrix in the checkpoint}; None: there is one matrix. options:
+        LinearBase's."""
+        tp = tp or TensorParallel()
+        self.matrix_sizes: dict = {None: output_size} if matrix_sizes is None else matrix_sizes
+        self.parts = {key: self.part(key, tp) for key in self.matrix_sizes}
         rows = sum(num_rows for _, num_rows in self.parts.values())
-        sizes = self.checkpoint_sizes() | {None: sum(output_sizes.values())}
+        sizes = self.checkpoint_sizes() | {None: output_size}
         shards = {key: (size, input_size) for key, size in sizes.items()}
-        super().__init__((rows, input_size), shards, bias, tp, matmul)
+        super().__init__(input_size, rows, bias, tp_dim=0, tp=tp, shards=shards, **options)
 
     def checkpoint_sizes(self) -> dict:
         """{shard id: rows of a tensor of the checkpoint}."""
-        return self.output_sizes
+        return self.matrix_sizes
 
     def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows of a checkpoint matrix that this rank has."""
-        num_rows = tp.shard(self.output_sizes[shard_id], f"output size of {shard_id or 'a layer'}")
+        num_rows = divide(self.matrix_sizes[shard_id], tp.size)
         return tp.rank * num_rows, num_rows
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
         offset = first_row = 0
         for key, (start, num_rows) in self.parts.items():
-            if shard_id in (key, None):
-                load_rows(param, offset, loaded, start + (first_row if shard_id is None else 0), num_rows)
+            if loaded_shard_id in (key, None):
+                load_rows(param, offset, loaded_weight, start + (first_row if loaded_shard_id is None else 0), num_rows)
             offset += num_rows
-            first_row += self.output_sizes[key]
-
-    bias_loader = weight_loader
-
-    def forward(self, x: Input) -> Any:
-        return self.products["linear"](x)
+            first_row += self.matrix_sizes[key]
 
 
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several matrices with the same input as one product: gate and up. Shard ids are 0, 1, ..."""
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool, tp: TensorParallel, matmul: Matmul):
-        super().__init__(input_size, dict(enumerate(output_sizes)), bias, tp, matmul)
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, **options: Any):
+        """output_sizes: of each matrix, on all ranks together. options: LinearBase's."""
+        self.output_sizes = output_sizes
+        matrix_sizes = dict(enumerate(self.output_sizes))
+        super().__init__(input_size, sum(output_sizes), bias, matrix_sizes=matrix_sizes, **options)
 
     def silu(self, x: Tensor | Normed) -> Tensor | Gated:
         """SwiGLU (Shazeer 2020) without a bias: `silu(gate) * up` of `gate, up = forward(x)`, computed or not."""
@@ -128,31 +182,38 @@ class QKVParallelLinear(ColumnParallelLinear):
     """Query, key and value projections as one product. Shard ids are "q", "k" and "v". Each rank has whole heads; with
     fewer KV heads than ranks, several ranks have a copy of the same KV head.
 
-    forward: [num_tokens, hidden_size] -> [num_tokens, this rank's (num_heads + 2 * num_kv_heads) * head_dim].
+    forward: [num_tokens, hidden_size] -> [num_tokens, this rank's (num_heads + 2 * num_kv_heads) * head_size].
+
+    Attributes:
+        num_heads, num_kv_heads: of this rank.
+        first_kv_head: this rank's first one among all.
     """
 
     def __init__(
         self,
         hidden_size: int,
-        head_dim: int,
-        num_heads: int,
-        num_kv_heads: int,
-        bias: bool,
-        tp: TensorParallel,
-        matmul: Matmul,
-        **more_sizes: int,
+        head_size: int,
+        total_num_heads: int,
+        total_num_kv_heads: int | None = None,
+        bias: bool = False,
+        *,
+        tp: TensorParallel | None = None,
+        more_sizes: dict[str, int] | None = None,
+        **options: Any,
     ):
-        """more_sizes: of further parts, which are split as q is."""
-        self.num_heads = tp.shard(num_heads, "num_attention_heads")
-        self.head_dim = head_dim
-        self.first_kv_head, self.num_kv_heads = tp.shard_kv_heads(num_kv_heads)
-        kv_size = num_kv_heads * head_dim
-        sizes = {"q": num_heads * head_dim, "k": kv_size, "v": kv_size, **more_sizes}
-        super().__init__(hidden_size, sizes, bias, tp, matmul)
+        """more_sizes: of further parts, which are split as q is. options: LinearBase's."""
+        tp = tp or TensorParallel()
+        total_num_kv_heads = total_num_kv_heads or total_num_heads
+        self.head_size = head_size
+        self.num_heads = tp.shard(total_num_heads, "num_attention_heads")
+        self.first_kv_head, self.num_kv_heads = tp.shard_kv_heads(total_num_kv_heads)
+        kv_size = total_num_kv_heads * head_size
+        sizes = {"q": total_num_heads * head_size, "k": kv_size, "v": kv_size, **(more_sizes or {})}
+        super().__init__(hidden_size, sum(sizes.values()), bias, tp=tp, matrix_sizes=sizes, **options)
 
     def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
         if shard_id in ("k", "v"):
-            return self.first_kv_head * self.head_dim, self.num_kv_heads * self.head_dim
+            return self.first_kv_head * self.head_size, self.num_kv_heads * self.head_size
         return super().part(shard_id, tp)
 
 
@@ -161,38 +222,35 @@ class KeysAsValuesParallelLinear(QKVParallelLinear):
     and values get norms of their own."""
 
     def checkpoint_sizes(self) -> dict:
-        return {key: size for key, size in self.output_sizes.items() if key != "v"}
+        return {key: size for key, size in self.matrix_sizes.items() if key != "v"}
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        super().weight_loader(param, loaded, shard_id)
-        if shard_id == "k":
-            super().weight_loader(param, loaded, "v")
-
-    bias_loader = weight_loader
+    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        super().weight_loader(param, loaded_weight, loaded_shard_id)
+        if loaded_shard_id == "k":
+            super().weight_loader(param, loaded_weight, "v")
 
 
 class GatedQKVParallelLinear(QKVParallelLinear):
     """The same, followed by a gate for each number of q: [num_tokens, this rank's (2 * num_heads + 2 * num_kv_heads) *
-    head_dim]. In the checkpoint's q_proj each head has the rows of its query and then those of its gate."""
+    head_size]. In the checkpoint's q_proj each head has the rows of its query and then those of its gate."""
 
-    def __init__(self, hidden_size: int, head_dim: int, num_heads: int, *args: Any):
-        super().__init__(hidden_size, head_dim, num_heads, *args, gate=num_heads * head_dim)
+    def __init__(self, hidden_size: int, head_size: int, total_num_heads: int, *args: Any, **options: Any):
+        more_sizes = {"gate": total_num_heads * head_size}
+        super().__init__(hidden_size, head_size, total_num_heads, *args, more_sizes=more_sizes, **options)
 
     def checkpoint_sizes(self) -> dict:
-        return self.output_sizes | {"q": self.output_sizes["q"] + self.output_sizes["gate"]}
+        return self.matrix_sizes | {"q": self.matrix_sizes["q"] + self.matrix_sizes["gate"]}
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        if shard_id != "q":
-            super().weight_loader(param, loaded, shard_id)
+    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        if loaded_shard_id != "q":
+            super().weight_loader(param, loaded_weight, loaded_shard_id)
             return
         first, num_rows = self.parts["q"]
         first_gate = sum(self.parts[key][1] for key in "qkv")
-        for row in range(0, num_rows, self.head_dim):
+        for row in range(0, num_rows, self.head_size):
             start = 2 * (first + row)
-            load_rows(param, row, loaded, start, self.head_dim)
-            load_rows(param, first_gate + row, loaded, start + self.head_dim, self.head_dim)
-
-    bias_loader = weight_loader
+            load_rows(param, row, loaded_weight, start, self.head_size)
+            load_rows(param, first_gate + row, loaded_weight, start + self.head_size, self.head_size)
 
 
 def columns_of_rank(param: Any, shard_id: object, tp: TensorParallel) -> slice:
@@ -207,13 +265,20 @@ def columns_of_rank(param: Any, shard_id: object, tp: TensorParallel) -> slice:
 class RowParallelLinear(LinearBase):
     """y = x W^T + b with W's columns, the input features, split over the ranks, and y summed over the ranks.
 
-    y is added to the residual stream, because the product can do so without another pass over memory. x: [num_tokens,
-    this rank's part of input_size]; residual: [num_tokens, output_size], the same on all ranks.
+    x: [num_tokens, this rank's part of input_size]; y: [num_tokens, output_size], the same on all ranks. The fast
+    decoder adds y to the residual stream, because the product can do so without another pass over memory (`add`).
     """
 
-    def __init__(self, input_size: int, output_size: int, bias: bool, tp: TensorParallel, matmul: Matmul):
-        shape = (output_size, tp.shard(input_size, "input size of a row-parallel layer"))
-        super().__init__(shape, {None: (output_size, input_size)}, bias, tp, matmul)
+    def __init__(
+        self, input_size: int, output_size: int, bias: bool = False, *, tp: TensorParallel | None = None, **options: Any
+    ):
+        """options: LinearBase's."""
+        tp, shards = tp or TensorParallel(), {None: (output_size, input_size)}
+        super().__init__(divide(input_size, tp.size), output_size, bias, tp_dim=1, tp=tp, shards=shards, **options)
+
+    def forward(self, x: Input) -> Tensor:
+        """x W^T + b of this rank's x and W, summed over the ranks; b once."""
+        return self.tp.all_reduce(super().forward(x))
 
     def add(
         self,
@@ -241,8 +306,8 @@ class RowParallelLinear(LinearBase):
         """Only rank 0 adds the bias, or the sum would contain it several times."""
         return self.bias if self.tp.rank == 0 else None
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        param.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)])
+    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        param.format.store(param, loaded_weight[:, columns_of_rank(param, loaded_shard_id, self.tp)])
 
-    def bias_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        param.data.copy_(loaded[:])
+    def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        param.data.copy_(loaded_weight[:])

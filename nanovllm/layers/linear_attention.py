@@ -56,23 +56,22 @@ class DeltaNetProjection(ColumnParallelLinear):
     def __init__(self, hidden_size: int, shape: DeltaNetShape, parts: str, tp: TensorParallel, matmul: Matmul):
         """parts: "qkvzba", "qkvz" or "ba"."""
         self.shape = shape
-        super().__init__(hidden_size, {part: shape.sizes[part] for part in parts}, False, tp, matmul)
+        sizes = {part: shape.sizes[part] for part in parts}
+        super().__init__(hidden_size, sum(sizes.values()), tp=tp, matmul=matmul, matrix_sizes=sizes)
 
     def checkpoint_sizes(self) -> dict:
         sizes = self.shape.sizes
         return {key: sum(sizes[part] for part in key) for key in ("qkv", "z", "b", "a", "qkvz", "ba")}
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        row = 0
+    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        row, shard_id = 0, str(loaded_shard_id)
         for part, (_, num_rows) in self.parts.items():
-            if part in str(shard_id):
+            if part in shard_id:
                 done = 0
-                for start, count in self._rows_of(part, str(shard_id)):
-                    load_rows(param, row + done, loaded, start, count)
+                for start, count in self._rows_of(part, shard_id):
+                    load_rows(param, row + done, loaded_weight, start, count)
                     done += count
             row += num_rows
-
-    bias_loader = weight_loader
 
     def _rows_of(self, part: str, shard_id: str) -> Iterator[tuple[int, int]]:
         """Where this rank's rows of a part are in a tensor: starts and numbers of rows."""
@@ -146,7 +145,7 @@ class GatedDeltaNet(nn.Module):
             make_parameter((num_heads,), full, self._load_heads, Unquantized(), torch.float32) for _ in range(2)
         )
         self.norm = GatedRMSNorm(shape.value_dim)
-        self.out_proj = RowParallelLinear(shape.num_value_heads * shape.value_dim, hidden_size, False, *options)
+        self.out_proj = RowParallelLinear(shape.num_value_heads * shape.value_dim, hidden_size, tp=tp, matmul=matmul)
         self.tails: Tensor | None = None
         self.states: Tensor | None = None
         self.state_dtype = torch.float32

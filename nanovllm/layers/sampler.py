@@ -1,5 +1,6 @@
 """Sampler: an exact draw from softmax(logits / temperature), with noise that belongs to the request, not the batch."""
 
+import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.sampling.sampler import best_of_shard, pick_best
@@ -40,8 +41,8 @@ class Sampler(nn.Module):
         self,
         logits: Tensor,
         temperatures: Tensor,
-        seeds: Tensor,
-        positions: Tensor,
+        seeds: Tensor | None = None,
+        positions: Tensor | None = None,
         thresholds: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
@@ -54,13 +55,18 @@ class Sampler(nn.Module):
             logits: `[batch, vocab_size]`, any float dtype, rows contiguous; with several ranks this rank's columns,
                 of which there may be none.
             temperatures: float32 `[batch]`; 0 is greedy: the highest logit, the lowest token id on ties.
-            seeds: int64 `[batch]`, all 64 bits used.
-            positions: int64 `[batch]`: the token's position (or any number that the seed was not used with).
+            seeds: int64 `[batch]`, all 64 bits used; None draws them from torch's generator, so that
+                torch.manual_seed repeats them.
+            positions: int64 `[batch]`: the token's position (or any number that the seed was not used with); None: 0.
             thresholds: float32 `[batch]`: lower logits are never drawn, see `sampling_thresholds`; None for -inf.
             out: int64 `[batch]`, contiguous, to write the tokens to.
 
         Returns:
             int64 `[batch]`, on the logits' device; `out`, if that is given. NON_FINITE for a row that has no token.
         """
+        if seeds is None:
+            seeds = torch.empty(len(logits), dtype=torch.int64, device=logits.device).random_()
+        if positions is None:
+            positions = torch.zeros_like(seeds)
         best = best_of_shard(logits, temperatures, seeds, positions, thresholds, self.first_column, self.shard_size)
         return pick_best(best.unsqueeze(0) if self.tp.size == 1 else self.tp.all_gather(best), out)

@@ -12,7 +12,7 @@ from nanovllm.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
-from nanovllm.layers.embed_head import ParallelLMHead, ReplicatedEmbedding
+from nanovllm.layers.embed_head import SHARD_MULTIPLE, ParallelLMHead, ReplicatedEmbedding
 from nanovllm.layers.formats.parameters import make_parameter, scale_while_loading
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -72,8 +72,9 @@ class DecoderAttention(nn.Module):
         if of_layer.keys_are_values:
             projection = KeysAsValuesParallelLinear
         self.has_gate = spec.query_gate
-        self.qkv_proj: QKVParallelLinear = projection(config.hidden_size, *heads, spec.qkv_bias, tp, matmul)
-        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, tp, matmul)
+        options: Any = {"tp": tp, "matmul": matmul}
+        self.qkv_proj: QKVParallelLinear = projection(config.hidden_size, *heads, spec.qkv_bias, **options)
+        self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, **options)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.eps = config.rms_norm_eps
         self.q_norm: Any = None
@@ -82,14 +83,16 @@ class DecoderAttention(nn.Module):
         if spec.qk_norm == "head":
             self.q_norm, self.k_norm = (RMSNorm(self.head_dim, self.eps, spec.norm_offset) for _ in "qk")
         elif spec.qk_norm == "full":
-            parts, sizes = self.qkv_proj.parts, self.qkv_proj.output_sizes
+            parts, sizes = self.qkv_proj.parts, self.qkv_proj.matrix_sizes
             self.q_norm, self.k_norm = (ShardedRMSNorm(*parts[name], sizes[name], self.eps) for name in "qk")
         self.rotary_emb = rotary_emb
         self.sinks: nn.Parameter | None = None
         if spec.sinks:
             shards = {None: (num_heads,)}
             self.sinks = make_parameter((self.num_heads,), shards, self.load_sinks, Unquantized())
-        self.attn = Attention(self.head_dim, backend, spec.window(layer), spec.attention_scale, self.sinks)
+        scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
+        of_attention = backend, spec.window(layer), self.sinks
+        self.attn = Attention(self.num_heads, self.head_dim, scale, self.num_kv_heads, *of_attention)
 
     def forward(self, positions: torch.Tensor, hidden: Normed, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
@@ -97,7 +100,7 @@ class DecoderAttention(nn.Module):
         if self.has_gate:
             qkv, gate = qkv.tensor_split((-self.num_heads * self.head_dim,), dim=1)
         context = get_context()
-        has_cache = self.attn.k_cache is not None  # The warm-up runs without one.
+        has_cache = self.attn.k_cache.numel() > 0  # The warm-up runs without one.
         if self.qk_norm == "full":
             self._normalize_full_width(qkv)
         qk_norm_rope_store(
@@ -107,8 +110,8 @@ class DecoderAttention(nn.Module):
             self.eps,
             self.rotary_emb.cos_sin_cache if self.rotary_emb else None,
             positions,
-            self.attn.k_cache,
-            self.attn.v_cache,
+            self.attn.k_cache if has_cache else None,
+            self.attn.v_cache if has_cache else None,
             context.slot_mapping if has_cache else None,
             self.attn.kv_scales if has_cache else None,
             self.num_heads,
@@ -120,11 +123,11 @@ class DecoderAttention(nn.Module):
         heads = qkv.view(len(qkv), -1, self.head_dim)
         q, k, v = heads.split((self.num_heads, self.num_kv_heads, self.num_kv_heads), dim=1)
         if rows is None:
-            attended = self.attn(q, k, v, context).flatten(1)
+            attended = self.attn.attend(q, k, v, context).flatten(1)
         elif context.is_prefill:
-            attended = self.attn(q[rows], k, v, context.of_last_tokens()).flatten(1)
+            attended = self.attn.attend(q[rows], k, v, context.of_last_tokens()).flatten(1)
         else:
-            attended = self.attn(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
+            attended = self.attn.attend(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
         if gate is not None:
             sigmoid_gate(attended, gate if rows is None else gate[rows])
         return attended
@@ -145,8 +148,8 @@ class DecoderMLP(nn.Module):
     def __init__(self, config, spec: DecoderSpec, tp: TensorParallel, matmul: Matmul):
         super().__init__()
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp, matmul)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp, matmul)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, tp=tp, matmul=matmul)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, tp=tp, matmul=matmul)
         self.gelu = GeluTanhAndMul() if spec.activation == "gelu_tanh" else None
 
     def add(
@@ -245,7 +248,7 @@ class DecoderModel(nn.Module):
         self.embed_tokens = ReplicatedEmbedding(config.vocab_size, config.hidden_size)
         # Layers with the same settings share a table.
         keys = [(rope, layer_heads(config, spec, i).head_dim) for i, rope in enumerate(spec.ropes)]
-        tables = {key: RotaryEmbedding(key[1], max_position, key[0]) for key in set(keys) if key[0]}
+        tables = {key: RotaryEmbedding.of(key[0], key[1], max_position) for key in set(keys) if key[0]}
         self.layers = nn.ModuleList()
         for i, (key, mlp) in enumerate(zip(keys, mlps, strict=True)):
             mixer: DecoderAttention | GatedDeltaNet
@@ -303,7 +306,9 @@ class DecoderForCausalLM(nn.Module, ABC):
         self.model = DecoderModel(config, spec, mlps, max_position, backend, tp, matmul)
         tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.logit_softcap = spec.logit_softcap
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, tp, tied_to)
+        self.lm_head = ParallelLMHead(
+            config.vocab_size, config.hidden_size, tp=tp, tied_to=tied_to, shard_multiple=SHARD_MULTIPLE
+        )
         scale_while_loading([self.model.norm], spec.logit_scale)
         scale_while_loading(self._last_projections(), spec.residual_scale)
 
@@ -340,15 +345,15 @@ class DecoderForCausalLM(nn.Module, ABC):
 
     def compute_logits(self, hidden_states: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Hidden states [num_rows, hidden_size] -> logits of this rank's part of the vocabulary. out: as for
-        `ParallelLMHead`."""
-        logits = self.lm_head(hidden_states, out)
+        `ParallelLMHead.shard_logits`."""
+        logits = self.lm_head.shard_logits(hidden_states, out)
         if self.logit_softcap is not None:
             logits.div_(self.logit_softcap).tanh_().mul_(self.logit_softcap)
         return logits
 
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
-        return self.lm_head.gather(logits)
+        return self.lm_head.gather_shards(logits)
 
     def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:
         """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a slot each.

@@ -4,7 +4,7 @@ from typing import ClassVar
 
 import torch
 
-from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
+from nanovllm.layers.rope_parameters import RopeParameters, rope_parameters, rope_settings
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.spec import DecoderSpec

@@ -6,7 +6,7 @@ from torch import nn
 
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.rotary_embedding import rope_parameters
+from nanovllm.layers.rope_parameters import rope_parameters
 from nanovllm.models.decoder import DecoderMLP
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, rounded_embedding_scale
 from nanovllm.models.hf_config import local_layers, windows_of_layers

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
+from nanovllm.layers.rope_parameters import RopeParameters, rope_parameters, rope_settings
 from nanovllm.models.model_files import read_json
 from nanovllm.models.other_formats import other_format
 from nanovllm.models.quantization_config import read_quantization

@@ -15,6 +15,7 @@ from nanovllm.layers.linear_attention import GatedDeltaNet
 from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem, Problem
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.mlp_with_experts import MLPWithExperts
+from nanovllm.models.plain import PlainQwen3
 
 Make = Callable[[int], AnyProblem]  # a product of a layer in the context's phase, for a number of tokens
 
@@ -126,10 +127,13 @@ def _kind_of_mixer(mixer: Any) -> tuple:
 
 
 @contextmanager
-def few_layers(model: DecoderForCausalLM) -> Iterator[None]:
+def few_layers(model: DecoderForCausalLM | PlainQwen3) -> Iterator[None]:
     """A block in which the model has its first layer, its last one, and one of each other kind: they launch every
-    kernel that any layer does."""
+    kernel that any layer does. A plain model keeps all of them."""
     layers: Any = model.model.layers
+    if isinstance(model, PlainQwen3):
+        yield
+        return
     indices = {*one_of_each_kind(layers), len(layers) - 1}
     model.model.layers = nn.ModuleList(layers[i] for i in sorted(indices))
     try:

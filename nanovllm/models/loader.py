@@ -382,7 +382,8 @@ def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
         shapes = dict.fromkeys(shards, ()) if getattr(param, "is_one_number", False) else shards
         if (packing := getattr(param, "packing", None)) is not None:
             shapes = {key: packing.shape(shape) for key, shape in shards.items()}
-        part_names = getattr(model, "packed_modules_mapping", {}).get(module, {module: None})
+        parts = getattr(model, "checkpoint_parts", None) or getattr(model, "packed_modules_mapping", {})
+        part_names = parts.get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if not hasattr(param, "num_experts"):
                 if shard_id not in shards:  # of values that keys serve as

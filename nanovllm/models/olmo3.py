@@ -1,6 +1,6 @@
 """Olmo 3 (arXiv:2512.13961)."""
 
-from nanovllm.layers.rotary_embedding import RopeParameters, rope_parameters, rope_settings
+from nanovllm.layers.rope_parameters import RopeParameters, rope_parameters, rope_settings
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
 from nanovllm.models.spec import DecoderSpec

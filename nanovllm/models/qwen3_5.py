@@ -3,7 +3,7 @@
 from typing import ClassVar
 
 from nanovllm.layers.linear_attention import DeltaNetShape
-from nanovllm.layers.rotary_embedding import rope_parameters
+from nanovllm.layers.rope_parameters import rope_parameters
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.checks import is_int, require

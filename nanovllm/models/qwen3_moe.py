@@ -6,7 +6,7 @@ from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import DecoderMLP, DecoderSpec
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_decoder import Qwen3ForCausalLM
 from nanovllm.utils.checks import is_int, require
 
 _MAX_EXPERTS = 1024  # that the kernels take

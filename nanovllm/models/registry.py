@@ -23,7 +23,7 @@ ARCHITECTURES = {
     "Olmo3ForCausalLM": "nanovllm.models.olmo3",
     "Phi3ForCausalLM": "nanovllm.models.phi3",
     "Qwen2ForCausalLM": "nanovllm.models.qwen2",
-    "Qwen3ForCausalLM": "nanovllm.models.qwen3",
+    "Qwen3ForCausalLM": "nanovllm.models.qwen3_decoder",
     "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
     "Qwen3NextForCausalLM": "nanovllm.models.qwen3_next",
     "Qwen3_5ForCausalLM": "nanovllm.models.qwen3_5",

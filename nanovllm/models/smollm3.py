@@ -1,6 +1,6 @@
 """SmolLM3 (https://huggingface.co/blog/smollm3)."""
 
-from nanovllm.layers.rotary_embedding import rope_parameters
+from nanovllm.layers.rope_parameters import rope_parameters
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.spec import DecoderSpec

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from nanovllm.layers.linear_attention import DeltaNetShape
-from nanovllm.layers.rotary_embedding import RopeParameters
+from nanovllm.layers.rope_parameters import RopeParameters
 
 
 class LayerHeads(NamedTuple):

@@ -25,13 +25,14 @@ class TimedAttention:
         self._backend = select_backend("auto", shape)
         num_keys = _NUM_BLOCKS * shape.block_size
         self._backend.prepare(shape, [None], StepSizes(0, num_keys, max_tokens, num_layer_params=1), table)
-        self._attn = Attention(shape.head_dim, self._backend)
+        heads = shape.num_heads, shape.head_dim, shape.head_dim**-0.5
+        self._attn = Attention(*heads, shape.num_kv_heads, self._backend)
         options: dict[str, Any] = {"dtype": shape.dtype, "device": shape.device}
         cache_shape = _NUM_BLOCKS * max_tokens, shape.block_size, shape.num_kv_heads, shape.head_dim
         self._attn.k_cache, self._attn.v_cache = torch.randn(2, *cache_shape, **options)
         self._norm_weight = torch.ones(shape.head_dim, **options)
         self._num_keys = num_keys
-        self._cos_sin_cache = torch.rand(self._num_keys, shape.head_dim, device=shape.device)
+        self._cos_sin_cache = torch.rand(self._num_keys, 1, shape.head_dim, device=shape.device)
         self._positions = torch.full((max_tokens,), self._num_keys - 1, device=shape.device)
 
     def context(self, num_tokens: int) -> Context:
@@ -64,4 +65,4 @@ class TimedAttention:
         )  # fmt: skip
         heads = qkv.view(len(qkv), -1, head_dim)
         q, k, v = heads.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
-        return attn(q, k, v, context).flatten(1)
+        return attn.attend(q, k, v, context).flatten(1)

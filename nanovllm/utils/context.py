@@ -47,20 +47,38 @@ class Context:
 
 # A context variable rather than a global: engines driven from two threads do not see each other's steps.
 _EMPTY = Context()
-_context: ContextVar[Context] = ContextVar("nanovllm_context", default=_EMPTY)
+_CONTEXT: ContextVar[Context] = ContextVar("nanovllm_context", default=_EMPTY)
 
 
 # Every layer calls the first in every step. So these are the variable's own methods, not functions that call them.
-get_context: Callable[[], Context] = _context.get
-set_context: Callable[[Context], object] = _context.set
-use_context: Callable[[Context], object] = _context.set
-reset_context: Callable[[], object] = partial(_context.set, _EMPTY)
+get_context: Callable[[], Context] = _CONTEXT.get
+use_context: Callable[[Context], object] = _CONTEXT.set  # for a context that is built already
+reset_context: Callable[[], object] = partial(_CONTEXT.set, _EMPTY)
+
+
+def set_context(
+    is_prefill: bool,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    max_seqlen_q: int = 0,
+    max_seqlen_k: int = 0,
+    slot_mapping: torch.Tensor | None = None,
+    context_lens: torch.Tensor | None = None,
+    block_tables: torch.Tensor | None = None,
+    **more: Any,
+) -> None:
+    """Build a `Context` of these fields, and of `more` of them, and set it. Raises TypeError for a field that it does
+    not have, or if the first argument is a Context: `use_context` sets one."""
+    if isinstance(is_prefill, Context):
+        raise TypeError("set_context takes the fields of a Context; use_context takes a Context")
+    lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    use_context(Context(is_prefill, *lengths, slot_mapping, context_lens, block_tables, **more))
 
 
 @contextmanager
 def step_context(context: Context) -> Iterator[None]:
     """Set the context for the block."""
-    set_context(context)
+    use_context(context)
     try:
         yield
     finally:

@@ -141,6 +141,7 @@ WRONG = {
     "speculation": (["draft", True, ["suffix"]], "None or one of suffix"),
     "max_speculative_tokens": ([0, 16, 2.0, None], "an integer in 1..15"),
     "overlap_steps": (FLAG, "True or False"),
+    "plain": (FLAG, "True or False"),
     "use_tqdm": (FLAG, "True or False"),
     "seed": ([-1, 2**63, 2**64, 1.0, "1", True, False, NAN, [1]], r"None.*0\.\.2\*\*63 - 1"),
     "skip_tokenizer_init": (FLAG, "True or False"),

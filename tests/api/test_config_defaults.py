@@ -12,7 +12,7 @@ from nanovllm.config import Config
 from nanovllm.engine.ranks.ranks import device_of_rank
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.layers.rotary_embedding import rope_parameters
+from nanovllm.layers.rope_parameters import rope_parameters
 
 pytestmark = pytest.mark.usefixtures("no_network")
 

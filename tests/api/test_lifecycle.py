@@ -118,7 +118,7 @@ def test_a_published_shape_has_no_tokenizer():
 
 def test_kvcache_gib_sets_the_size(path):
     with make_llm(path, num_kvcache_blocks=-1, kvcache_gib=2**-10) as llm:
-        assert llm.model_runner.num_kvcache_blocks == 2**20 // (2 * 2 * 16 * 2 * 32 * 4)
+        assert llm.config.num_kvcache_blocks == 2**20 // (2 * 2 * 16 * 2 * 32 * 4)
         cache = llm.model_runner.kv_store.tensors[0]
         assert cache.nbytes == 2**20
 

@@ -15,7 +15,7 @@ from checkpoints import complete, edit_tensors, greedy, make_checkpoint, make_ll
 
 from nanovllm import StructuredOutputsParams
 from nanovllm.layers.sampler import Sampler
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_decoder import Qwen3ForCausalLM
 from nanovllm.utils import threads
 
 

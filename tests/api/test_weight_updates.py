@@ -183,7 +183,7 @@ def test_an_engine_that_finds_no_memory_sleeps_on(paths, level, monkeypatch):
     with make_llm(paths[0]) as llm:
         llm.sleep(level)
         with monkeypatch.context() as patch:
-            patch.setattr(llm.model_runner.kv_cache, "allocate", fail)
+            patch.setattr(llm.model_runner.kv_store, "allocate", fail)
             with pytest.raises(MemoryError, match=r"wake_up\(\): no room .*all taken"):
                 llm.wake_up()
         with pytest.raises(RuntimeError, match="the engine sleeps"):

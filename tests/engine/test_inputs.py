@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
+from nanovllm.engine.runner.cuda_graphs import StepKind
 from nanovllm.engine.runner.inputs import DecodeInputs, send_prefill, write_prefill
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -144,7 +145,9 @@ def test_mixed_inputs(steps, windows):
         spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
         num_tokens = sum(map(len, spans))
         inputs.send(decode(inputs, seqs, num_tokens + num_padding))
-        input_ids, positions, context = inputs.for_model(len(seqs), num_tokens + num_padding, is_mixed=True)[:3]
+        input_ids, positions, context = inputs.for_model(len(seqs), num_tokens + num_padding, StepKind(is_mixed=True))[
+            :3
+        ]
         computed = list(zip(input_ids.tolist(), positions.tolist(), context.slot_mapping.tolist(), strict=True))
         # Tokens are drawn from the first rows, one a sequence.
         assert computed[: len(seqs)] == [_row(seq, span[-1]) for seq, span in zip(seqs, spans, strict=True)]

@@ -30,7 +30,7 @@ from nanovllm.layers.matmul.table import package_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.presets import preset_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_decoder import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, step_context
 
 

@@ -166,7 +166,7 @@ def test_no_room_for_a_block(monkeypatch, others, share, message):
         max_model_len=100,
     )
     shape = AttentionShape(16, 8, 128, 256, torch.bfloat16, torch.device("cpu"))
-    cache = PagedKVCache([Attention(128, TorchBackend())] * 28, [shape] * 28)
+    cache = PagedKVCache([Attention(16, 128, 1.0, 8, TorchBackend())] * 28, [shape] * 28)
     with pytest.raises(MemoryError, match=r"^no room for one KV cache block of 0\.027 GiB: .*" + message):
         allocate_stores([cache], config, torch.device("cpu"), TensorParallel(), 0)
 

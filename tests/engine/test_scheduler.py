@@ -63,7 +63,7 @@ def test_a_step_prefills_no_more_than_the_token_budget(budget, scheduled):
 def test_a_long_prompt_is_prefilled_in_chunks_and_only_the_last_yields_a_token():
     scheduler = make_scheduler(max_num_batched_tokens=6)
     seq = add(scheduler, 15)
-    prompt = seq.token_ids
+    prompt = list(seq.token_ids)
     chunks = []
     for _ in range(3):
         seqs, is_prefill = scheduler.schedule()

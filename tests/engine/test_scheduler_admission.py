@@ -90,7 +90,7 @@ def test_no_more_is_spare_than_the_running_sequences_can_open():
     seqs = [add(scheduler, [1] * (4 * 28) + [2 + i], max_tokens=3) for i in range(8)]
     assert step(scheduler)[0] == seqs[:1]
     assert step(scheduler)[:2] == (seqs[1:4], True)
-    assert scheduler.block_manager.free_block_ids == {}
+    assert not scheduler.block_manager.free_block_ids
     assert step(scheduler)[:2] == (seqs[:4], False)
 
 

@@ -19,11 +19,11 @@ def test_any_of_the_end_of_sequence_tokens_ends_it(eos):
     step(scheduler)
     seqs, _ = scheduler.schedule()
     assert postprocess(scheduler, seqs, [eos, 6]) == [ends]
-    assert (ends.status, ends.finish_reason) == (SequenceStatus.FINISHED, "stop")
+    assert (ends.status, ends.completion.finish_reason) == (SequenceStatus.FINISHED, "stop")
     assert ends.completion_token_ids == [900, eos]
     assert ends.block_table == []
     assert list(scheduler.running) == [goes_on]
-    assert goes_on.finish_reason is None
+    assert goes_on.completion.finish_reason is None
     check_scheduler(scheduler)
 
 
@@ -39,7 +39,7 @@ def test_the_first_token_can_be_the_last():
     stops, reaches_its_length = add(scheduler, 3), add(scheduler, 3, max_tokens=1)
     seqs, _ = scheduler.schedule()
     assert postprocess(scheduler, seqs, [EOS, 900]) == [stops, reaches_its_length]
-    assert (stops.finish_reason, reaches_its_length.finish_reason) == ("stop", "length")
+    assert (stops.completion.finish_reason, reaches_its_length.completion.finish_reason) == ("stop", "length")
     assert scheduler.is_finished()
     check_scheduler(scheduler)
 
@@ -240,13 +240,13 @@ def test_abort_drops_sequences_in_every_state_and_frees_their_blocks():
     in_chunks, waiting, last = add(scheduler, 25), add(scheduler, 4), add(scheduler, 4)
     step(scheduler)
     assert in_chunks.block_table
-    scheduler.abort([running.seq_id, in_chunks.seq_id, waiting.seq_id])
+    scheduler.abort([seq.request.request_id for seq in (running, in_chunks, waiting)])
     for seq in (running, in_chunks, waiting):
         assert (seq.status, seq.completion.finish_reason, seq.block_table) == (SequenceStatus.FINISHED, "abort", [])
     assert (list(scheduler.waiting), list(scheduler.running)) == ([last], [stays])
     check_scheduler(scheduler)
     assert step(scheduler)[0] == [last]
-    scheduler.abort(seq.seq_id for seq in (stays, last))
+    scheduler.abort(seq.request.request_id for seq in (stays, last))
     assert scheduler.is_finished()
     assert not scheduler.block_manager.used_block_ids
 
@@ -256,7 +256,7 @@ def test_abort_between_schedule_and_postprocess_leaves_nothing_behind():
     scheduler = make_scheduler()
     seqs = [add(scheduler, 6) for _ in range(3)]
     scheduler.schedule()
-    scheduler.abort(seq.seq_id for seq in seqs)
+    scheduler.abort(seq.request.request_id for seq in seqs)
     check_scheduler(scheduler)
     assert scheduler.is_finished()
     # Nothing of the step was computed, so that nothing of it may be found.
@@ -268,7 +268,7 @@ def test_abort_between_schedule_and_postprocess_leaves_nothing_behind():
 def test_abort_of_unknown_ids_does_nothing():
     scheduler = make_scheduler()
     seq = add(scheduler, 3)
-    scheduler.abort([seq.seq_id + 1])
+    scheduler.abort([seq.request.request_id + 1])
     assert list(scheduler.waiting) == [seq]
     assert seq.completion.finish_reason is None
 
@@ -296,8 +296,8 @@ def test_a_row_without_a_token_ends_its_sequence_as_an_error(params):
     assert postprocess(scheduler, seqs, [NON_FINITE, 901]) == [bad]
     check_scheduler(scheduler)
     assert_failed(bad, [900])
-    assert f"position {bad.num_tokens} " in bad.error
-    assert (good.completion_token_ids, good.error) == ([900, 901], None)
+    assert f"position {bad.num_tokens} " in bad.completion.error
+    assert (good.completion_token_ids, good.completion.error) == ([900, 901], None)
     assert scheduler.num_generated_tokens == 3
     assert list(scheduler.running) == [good]
 

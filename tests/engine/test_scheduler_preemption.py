@@ -64,7 +64,7 @@ def test_with_nobody_younger_a_sequence_preempts_itself():
 def test_a_preempted_sequence_finds_its_own_blocks_again():
     scheduler = make_scheduler(num_blocks=6)
     a, b = add(scheduler, 11, max_tokens=3), add(scheduler, 10)
-    b_tokens = b.token_ids
+    b_tokens = list(b.token_ids)
     step(scheduler, 901)
     step(scheduler, 902)
     # a's 13th token opens a block. b has twelve tokens, eleven of them in the cache, eight in full blocks.
@@ -92,7 +92,7 @@ def test_a_preempted_sequence_longer_than_the_budget_is_prefilled_in_chunks():
     while not scheduler.num_preemptions:
         step(scheduler, next(tokens))
     assert b.status is SequenceStatus.WAITING
-    before = b.token_ids
+    before = list(b.token_ids)
     assert len(before) > b.num_prompt_tokens
     chunks = []
     while b.token_ids == before:

@@ -14,6 +14,7 @@ from checkpoints import (
     make_llm,
     needs_family,
     random_prompt,
+    record_logits,
 )
 from gpu_engines import DEMO_MODEL, DEMO_PROMPTS, REGRET, SHAPES, cases, gpu_llm, needs_demo_model
 
@@ -55,8 +56,7 @@ def assert_logits_close(path, reference, backend, dtype):
     for chunk in (2048, 200):
         options = {"attention_backend": backend, "dtype": dtype, "max_num_batched_tokens": chunk}
         with gpu_llm(path, enforce_eager=True, **options) as llm:
-            lm_head = llm.model_runner.model.lm_head
-            lm_head.register_forward_hook(lambda module, args, logits: rows.append(logits.float().cpu()))
+            record_logits(llm, rows)
             for prompt in prompts:
                 rows.clear()
                 (output,) = llm.generate([prompt], greedy(5), use_tqdm=False)
@@ -147,8 +147,7 @@ def test_decode_steps_of_forty(wide, dtype):
     options = {"attention_backend": "triton", "dtype": dtype, "num_kvcache_blocks": 64, "max_num_seqs": 48}
     with gpu_llm(path, enforce_eager=True, **options) as llm:
         rows = []
-        lm_head = llm.model_runner.model.lm_head
-        lm_head.register_forward_hook(lambda module, args, logits: rows.append(logits.float().cpu()))
+        record_logits(llm, rows)
         outputs = complete(llm, prompts, greedy(5))
     assert [len(logits) for logits in rows[:5]] == [40] * 5
     for prompt, tokens, found in zip(prompts, outputs, torch.stack(rows[:5], dim=1), strict=True):

@@ -212,7 +212,7 @@ def test_new_weights_are_seen_by_captured_graphs(warm, quantization):
     generator = torch.Generator().manual_seed(5)
     with LLM("Qwen3-0.6B", quantization=quantization, seed=0, **options) as llm:
         before = complete(llm, prompts, greedy(9))
-        vocab_size, hidden_size = llm.model_runner.model.lm_head.vocab_size, 1024
+        vocab_size, hidden_size = llm.model_runner.model.lm_head.num_embeddings, 1024
         embedding = torch.randn(vocab_size, hidden_size, generator=generator) * 0.02
         llm.update_weights([("model.embed_tokens.weight", embedding)])
         changed = complete(llm, prompts, greedy(9))

@@ -281,3 +281,16 @@ class Reference:
         logits = self.logits(prompt, completion)
         chosen = logits.gather(1, torch.tensor(completion).unsqueeze(1)).squeeze(1)
         return (logits.max(dim=1).values - chosen).max().item()
+
+
+def record_logits(llm: LLM, rows: list[torch.Tensor]) -> None:
+    """Collect what the head of an engine with one rank computes from now on, in float32 on the CPU."""
+    head = llm.model_runner.model.lm_head
+    compute = head.shard_logits
+
+    def record(*args):
+        logits = compute(*args)
+        rows.append(logits.float().cpu().clone())
+        return logits
+
+    head.shard_logits = record

@@ -15,7 +15,8 @@ from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_triton
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.matmul.gemv import GemvConfig
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rope_parameters import RopeParameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE, EPS = 512, 8, 4, 64, 64, 1e-6
 NUM_LAYERS = 8
@@ -43,7 +44,7 @@ def test_a_chain_in_a_graph(batch, config, device):
     out_weights = [random(HIDDEN, HEADS * HEAD_DIM, device=device, scale=HIDDEN**-0.5) for _ in range(NUM_LAYERS)]
     norms = 1 + random(2, HEAD_DIM, device=device, scale=0.1)
     norm = 1 + random(HIDDEN, device=device, scale=0.1)
-    table = RotaryEmbedding(HEAD_DIM, 1024, RopeParameters()).to(device).cos_sin_cache
+    table = RotaryEmbedding.of(RopeParameters(), HEAD_DIM, 1024).to(device).cos_sin_cache
     context_lens = torch.randint(1, 1000, (batch,), dtype=torch.int32, device=device)
     positions = context_lens.long() - 1
     blocks = 1000 // BLOCK_SIZE + 1

@@ -27,7 +27,8 @@ from nanovllm.kernels.attention.kv_quantization import E4M3_MAX, KV_DTYPE, dequa
 from nanovllm.kernels.attention.paged_prefill import paged_prefill
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_torch, qk_norm_rope_store_triton
 from nanovllm.layers.backends.torch_backend import decode_attention_torch, prefill_attention_torch
-from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rope_parameters import RopeParameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # The interpreter multiplies bfloat16 as if it were integers.
@@ -127,7 +128,7 @@ def test_store_kernel_equals_twin(num_tokens, num_kv_heads, group, head_dim, rot
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, generator=generator).to(DEVICE, dtype) * 3
     weights = (1 + 0.5 * torch.randn(2, head_dim, generator=generator)).to(DEVICE, dtype)
     q_weight, k_weight = weights if norm else (None, None)
-    table = RotaryEmbedding(head_dim, 64, RopeParameters()).to(DEVICE).cos_sin_cache
+    table = RotaryEmbedding.of(RopeParameters(), head_dim, 64).to(DEVICE).cos_sin_cache
     table = table[:, : int(head_dim * rotary) // 2 * 2].contiguous() if rotary else None
     positions = torch.randint(64, (num_tokens,), generator=generator).to(DEVICE)
     slots = torch.randperm(32, generator=generator)[:num_tokens].to(DEVICE)

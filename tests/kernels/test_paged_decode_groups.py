@@ -177,9 +177,9 @@ def test_a_back_end_computes_speculative_steps_and_others(kind, monkeypatch, dev
     for of_step in (group_rows, None):
         context = decode_context(backend, case["context_lens"], case["block_tables"], group_rows=of_step)
         for window in windows:
-            layer = Attention(32, backend, window)
+            layer = Attention(6, 32, 32**-0.5, 2, backend, window)
             layer.k_cache, layer.v_cache = case["k_cache"], case["v_cache"]
-            out = layer(case["q"], None, None, context)
+            out = layer.attend(case["q"], case["q"], case["q"], context)
             torch.testing.assert_close(out, decode_attention_torch(**case | {"window": window}), atol=1e-5, rtol=1e-5)
     assert used == ([] if kind == "torch" else [8, 8, 1, 1])
 

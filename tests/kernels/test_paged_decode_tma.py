@@ -58,9 +58,9 @@ def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, de
     for batch, is_taken in ((2, False), (3, True)):
         case = make_case([33 + i for i in range(batch)], 16, 8, 64, 64, torch.float16, device, seed=batch)
         context = decode_context(backend, case["context_lens"], case["block_tables"])
-        layer = Attention(64, backend, scale=case["scale"])
+        layer = Attention(16, 64, case["scale"], 8, backend)
         layer.k_cache, layer.v_cache = case["k_cache"], case["v_cache"]
-        out = layer(case["q"], None, None, context)
+        out = layer.attend(case["q"], case["q"], case["q"], context)
         torch.testing.assert_close(out, decode_attention_torch(**case), atol=4e-3, rtol=4e-3)
         assert bool(launched) == is_taken
     assert set(asked) == {(64, 64, 2, case["q"].device)}

@@ -16,7 +16,8 @@ from transformers.models.qwen3.modeling_qwen3 import (
 
 from nanovllm.kernels.attention import qk_norm_rope as kernel
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_torch, qk_norm_rope_store_triton
-from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rope_parameters import RopeParameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 # One unit in the last place; a rotated value near zero is a difference of larger ones, hence the absolute part.
 TOLERANCE = {torch.float32: (4e-6, 4e-6), torch.float16: (2.0**-10, 4e-6), torch.bfloat16: (2.0**-7, 4e-6)}
@@ -28,7 +29,7 @@ NUM_BLOCKS, BLOCK_SIZE = 5, 8
 def random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device, index_dtype=torch.int64):
     qkv = torch.randn(num_tokens, (num_heads + 2 * num_kv_heads) * head_dim, device=device).to(dtype) * 3
     q_weight, k_weight = (1 + 0.5 * torch.randn(2, head_dim, device=device)).to(dtype)
-    table = RotaryEmbedding(head_dim, MAX_POSITION, RopeParameters()).to(device).cos_sin_cache
+    table = RotaryEmbedding.of(RopeParameters(), head_dim, MAX_POSITION).to(device).cos_sin_cache
     positions = torch.randint(MAX_POSITION, (num_tokens,), device=device).to(index_dtype)
     caches = torch.randn(2, NUM_BLOCKS, BLOCK_SIZE, num_kv_heads, head_dim, device=device).to(dtype)
     slots = torch.randperm(NUM_BLOCKS * BLOCK_SIZE, device=device)[:num_tokens].to(index_dtype)
@@ -38,7 +39,7 @@ def random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device, in
 
 def with_rotary_dim(case, rotary_dim):
     """The case with a table for this many of a head's dimensions; None for no table."""
-    table = None if rotary_dim is None else torch.randn(MAX_POSITION, rotary_dim, device=case[0].device)
+    table = None if rotary_dim is None else torch.randn(MAX_POSITION, 1, rotary_dim, device=case[0].device)
     return *case[:4], table, *case[5:]
 
 
@@ -175,8 +176,8 @@ def test_twin_equals_transformers():
     ("index", "value", "message"),
     [
         (0, torch.zeros(6, 200), "qkv must be"),
-        (4, torch.zeros(MAX_POSITION, 34), "cos_sin_cache must have an even number of columns up to 32, not 34"),
-        (4, torch.zeros(MAX_POSITION, 15), "not 15"),
+        (4, torch.zeros(MAX_POSITION, 1, 34), "cos_sin_cache must have an even number of columns up to 32, not 34"),
+        (4, torch.zeros(MAX_POSITION, 1, 15), "not 15"),
         (6, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 16), "caches must be"),
         (7, torch.zeros(NUM_BLOCKS, BLOCK_SIZE, 2, 32, dtype=torch.float16), "caches must be"),
     ],

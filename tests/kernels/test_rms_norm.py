@@ -5,7 +5,17 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.rms_norm import rms_norm_add_torch, rms_norm_add_triton, rms_norm_torch, rms_norm_triton
+from nanovllm.kernels.rms_norm import (
+    rms_norm_add_torch,
+    rms_norm_add_triton,
+    rms_norm_heads,
+    rms_norm_heads_triton,
+    rms_norm_of_sum,
+    rms_norm_of_sum_torch,
+    rms_norm_of_sum_triton,
+    rms_norm_torch,
+    rms_norm_triton,
+)
 from nanovllm.layers.layernorm import RMSNorm
 
 # One unit in the last place, and for float32 the few that a sum in another order costs.
@@ -49,6 +59,36 @@ def test_sums_equal_twins(num_tokens, hidden, dtype, device):
     assert_close(expected, (total * scale.float()).to(dtype))
 
 
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize(
+    ("num_tokens", "heads", "head_dim"), [(5, 3, 20), (2, 1, 7), (3, 16, 128), (1, 9, 1), (0, 2, 64)]
+)
+def test_heads_equal_twins(num_tokens, heads, head_dim, dtype, device):
+    rows, weight = random_case(num_tokens * (heads + 2), head_dim, dtype, device)
+    x = rows.view(num_tokens, heads + 2, head_dim)[:, 1:-1]
+    expected = rms_norm_torch(x, weight, EPS)
+    for norm in (rms_norm_heads_triton, rms_norm_heads):
+        found = norm(x, weight, EPS)
+        assert found.is_contiguous()
+        assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+@pytest.mark.parametrize(("num_tokens", "hidden"), [(3, 1), (5, 100), (2, 1024), (0, 64)])
+def test_norms_of_sums_equal_twins(num_tokens, hidden, dtype, device):
+    wide, weight = random_case(num_tokens, 3 * hidden, dtype, device)
+    x, residual, weight = wide[:, :hidden], wide[:, hidden : 2 * hidden], weight[:hidden]
+    before = wide.clone()
+    _, total = rms_norm_of_sum_torch(x, residual, weight, EPS)
+    for norm in (rms_norm_of_sum_triton, rms_norm_of_sum):
+        found, found_total = norm(x, residual, weight, EPS)
+        # Triton's interpreter rounds towards zero. The norm is that of the rounded sum.
+        torch.testing.assert_close(found_total, total, rtol=RTOL[dtype], atol=1e-6)
+        assert_close(found, rms_norm_torch(found_total, weight, EPS))
+    assert torch.equal(wide, before), "it overwrote its input"
+    assert torch.equal(total, x + residual)
+
+
 def test_strided_rows(device):
     wide, weight = random_case(4, 96, torch.float32, device)
     x, weight = wide[:, 16:80], weight[:64]
@@ -74,6 +114,10 @@ def test_wrong_layouts_are_refused(device):
         rms_norm_triton(x, weight, EPS, x.t())
     with pytest.raises(ValueError, match="the output must be"):
         rms_norm_add_triton(x[:3], x, weight, EPS)
+    with pytest.raises(ValueError, match="contiguous in its last dimension"):
+        rms_norm_of_sum_triton(x, x[:3], weight, EPS)
+    with pytest.raises(ValueError, match="contiguous in its last dimension"):
+        rms_norm_heads_triton(x.view(2, 4, 8)[:, ::2], weight, EPS)
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -92,6 +136,25 @@ def test_the_layer_equals_torchs_rms_norm(device):
         expected = torch.nn.functional.rms_norm(x, (48,), norm.weight, 1e-5)
         assert_close(norm(x), expected)
         torch.testing.assert_close(norm.add_to(x.clone(), x), x + expected)
+
+
+@pytest.mark.parametrize("dtype", RTOL)
+def test_a_residual_is_added_and_kept(dtype, device):
+    norm = RMSNorm(12, eps=1e-5).to(device, dtype)
+    norm.weight.normal_()
+    x, residual = torch.randn(2, 5, 12, device=device).to(dtype)
+    before = x.clone(), residual.clone()
+    normed, total = norm(x, residual)
+    assert torch.equal(total, x + residual)
+    assert_close(normed, norm(x + residual))
+    assert torch.equal(norm.rms_forward(x), norm(x))
+    assert torch.equal(norm.add_rms_forward(x, residual)[0], normed)
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+    heads = torch.randn(5, 6, 12, device=device).to(dtype)[:, 1:4]
+    assert_close(norm(heads), torch.stack([norm(heads[:, i]) for i in range(3)], dim=1))
+    assert norm.norm_in_place(x) is x
+    assert_close(x, norm(before[0]))
 
 
 def test_a_weight_that_the_checkpoint_stores_less_one():

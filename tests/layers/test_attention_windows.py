@@ -44,17 +44,17 @@ class Layers:
         self, backend: AttentionBackend, window: int | None, is_prefill: bool, sinks: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A prefill, or a decode step of each sequence's last token."""
-        layer = Attention(self.head_dim, backend, window, sinks=sinks)
+        layer = Attention(HEADS, self.head_dim, self.head_dim**-0.5, KV_HEADS, backend, window, sinks)
         layer.k_cache, layer.v_cache = self.caches
         if is_prefill:
             tables = self.tables if any(cached for cached, _ in self.lens) else None
             context = Context(True, self.cu_q, self.cu_k, *self.sizes, block_tables=tables)
-            return layer(self.q, self.k, self.v, context)
+            return layer.attend(self.q, self.k, self.v, context)
         context_lens = self.cu_k.diff()
         shape = AttentionShape(HEADS, KV_HEADS, self.head_dim, BLOCK_SIZE, self.q.dtype, self.q.device)
         prepare(backend, shape, list({None, window}), len(self.lens))
         context = decode_context(backend, context_lens, self.tables)
-        return layer(self.q[: len(self.lens)], self.k, self.v, context)
+        return layer.attend(self.q[: len(self.lens)], self.k, self.v, context)
 
 
 @pytest.mark.parametrize("lens", [[(0, 400), (0, 3)], [(300, 20), (0, 7)]])

@@ -38,11 +38,11 @@ def test_the_back_end_of_the_guide_decodes(code, window):
     shape = AttentionShape(4, 2, 16, 16, torch.float32, CPU)
     backend = code.DenseBackend()
     backend.prepare(shape, [window], StepSizes(0, 64, 3, num_layer_params=1), Table())
-    layer = Attention(16, backend, window)
+    layer = Attention(4, 16, 0.25, 2, backend, window)
     layer.k_cache, layer.v_cache = torch.randn(2, 12, 16, 2, 16)
     lens, tables = torch.tensor([37, 0, 64], dtype=torch.int32), torch.randperm(12).int().view(3, 4)
     q = torch.randn(3, 4, 16)
-    out = layer(q, None, None, decode_context(backend, lens, tables))
+    out = layer.attend(q, q, q, decode_context(backend, lens, tables))
     expected = decode_attention_torch(q, layer.k_cache, layer.v_cache, lens, tables, layer.scale, window)
     torch.testing.assert_close(out, expected)
 

@@ -63,12 +63,13 @@ def prefill(backend: TritonBackend, lens: list[tuple[int, int]], device: str) ->
         caches = torch.randn(2, len(lens) * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, device=device)
     context = Context(True, cu_q, cu_k, max(new), max(keys), block_tables=tables)
     expected = prefill_attention_torch(q, k, v, *caches, cu_q, cu_k, max(new), tables, SCALE)
-    return make_layer(backend, *caches)(q, k, v, context), expected
+    return make_layer(backend, *caches).attend(q, k, v, context), expected
 
 
 def make_layer(backend: TritonBackend, k_cache=None, v_cache=None, kv_scales=None) -> Attention:
-    layer = Attention(HEAD_DIM, backend)
-    layer.k_cache, layer.v_cache, layer.kv_scales = k_cache, v_cache, kv_scales
+    layer = Attention(HEADS, HEAD_DIM, SCALE, KV_HEADS, backend)
+    if k_cache is not None:
+        layer.k_cache, layer.v_cache, layer.kv_scales = k_cache, v_cache, kv_scales
     return layer
 
 
@@ -147,7 +148,7 @@ def test_an_fp8_cache_is_our_kernels(device):
     layer = make_layer(backend, *caches, scales)
     for block_tables, is_theirs in ((None, True), (tables, False)):
         context = Context(True, ends, ends, len(q), len(q), block_tables=block_tables)
-        out = layer(q, kv, kv, context)
+        out = layer.attend(q, kv, kv, context)
         assert is_the_packages(out) == is_theirs
     assert (out == 0).all()
 
@@ -166,7 +167,7 @@ def test_few_tokens_are_our_kernels(monkeypatch, device):
     q, kv = torch.zeros(2, HEADS, HEAD_DIM, device=device), torch.zeros(300, KV_HEADS, HEAD_DIM, device=device)
     ends = torch.tensor([0, 290, 300], dtype=torch.int32, device=device)
     context = Context(True, ends, ends, 290, 290).of_last_tokens()
-    assert is_the_packages(make_layer(backend)(q, kv, kv, context))
+    assert is_the_packages(make_layer(backend).attend(q, kv, kv, context))
     backend.max_few_keys = 5 * BLOCK_SIZE
     for num_cached, who in ((4 * BLOCK_SIZE, 0), (5 * BLOCK_SIZE, 1)):
         package.calls.clear()

@@ -134,7 +134,7 @@ def test_twice_the_tokens_in_the_same_memory(path):
     capacity = []
     for dtype, cache in (("bfloat16", "auto"), ("bfloat16", "fp8"), ("float32", "fp8")):
         with make_llm(path, dtype=dtype, kv_cache_dtype=cache, num_kvcache_blocks=-1, kvcache_gib=0.01) as llm:
-            capacity.append(llm.model_runner.num_kvcache_blocks)
+            capacity.append(llm.config.num_kvcache_blocks)
             kv_cache = llm.model_runner.kv_store.tensors[0]
             assert kv_cache.dtype == (torch.bfloat16 if cache == "auto" else torch.float8_e4m3fn)
             assert kv_cache.numel() * kv_cache.itemsize <= 0.01 * 2**30

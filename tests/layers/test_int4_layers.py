@@ -11,7 +11,6 @@ from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.formats.int4_checkpoints import AwqInt4, CompressedInt4, Gptq2Int4, GptqInt4, StoredInt4
 from nanovllm.layers.linear import ReplicatedLinear
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.loader import load_tensors
 
 FORMATS: dict[str, StoredInt4] = {
@@ -31,7 +30,7 @@ def test_the_numbers_are_those_of_the_package(name):
     expected = tensors.pop("weight")
     model = nn.Module()
     with weight_format(FORMATS[name]):
-        model.layer = ReplicatedLinear(expected.shape[1], expected.shape[0], False, TensorParallel(), Matmul())
+        model.layer = ReplicatedLinear(expected.shape[1], expected.shape[0], matmul=Matmul())
     load_tensors(model, [(f"layer.{key}", tensor) for key, tensor in tensors.items()])
     assert torch.equal(FORMATS[name].dequantized(model.layer.matrix), expected)
     x = torch.randn(3, expected.shape[1])

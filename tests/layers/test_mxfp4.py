@@ -14,7 +14,6 @@ from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.parameters import scale_while_loading
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 NUMBERS = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 
@@ -65,7 +64,7 @@ def test_scales_of_a_checkpoint():
 def test_stored_weights_refuse_a_factor():
     for is_stored in (True, False):
         with weight_format(Mxfp4(is_stored=is_stored)):
-            layer = RowParallelLinear(64, 32, True, TensorParallel(), Matmul())
+            layer = RowParallelLinear(64, 32, True, matmul=Matmul())
         if is_stored:
             with pytest.raises(ValueError, match="cannot be multiplied by"):
                 scale_while_loading([layer], 0.5)

@@ -188,3 +188,30 @@ def test_exponentials_are_precise_and_finite():
     assert actual.isfinite().all()
     small = log2_exponential_torch(torch.arange(2**16))
     assert (small[1:] > small[:-1]).all()
+
+
+def test_without_seeds_torchs_generator_decides(device):
+    logits, temperatures = (
+        torch.randn(1, 50, device=device).expand(400, -1).contiguous(),
+        torch.ones(400, device=device),
+    )
+    torch.manual_seed(3)
+    first, second = Sampler()(logits, temperatures), Sampler()(logits, temperatures)
+    torch.manual_seed(3)
+    assert torch.equal(Sampler()(logits, temperatures), first)
+    assert not torch.equal(first, second)
+    assert len(first.unique()) > 10
+    assert torch.equal(Sampler()(logits, temperatures * 0), logits.argmax(-1))
+
+
+def test_without_seeds_it_draws_from_the_softmax():
+    torch.manual_seed(0)
+    logits = torch.randn(VOCAB_SIZE)
+    tokens = Sampler()(logits.expand(NUM_DRAWS, -1).contiguous(), torch.full((NUM_DRAWS,), TEMPERATURE))
+    assert chi_square(tokens, (logits / TEMPERATURE).softmax(-1)) < CHI_SQUARE_BOUND
+
+
+def test_seeds_without_positions_repeat_themselves(device):
+    logits, seeds = torch.randn(6, 50, device=device), torch.arange(6, device=device)
+    ones = torch.ones(6, device=device)
+    assert torch.equal(Sampler()(logits, ones, seeds), Sampler()(logits, ones, seeds, torch.zeros_like(seeds)))

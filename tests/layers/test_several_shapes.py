@@ -20,7 +20,7 @@ BLOCK_SIZE, LENS = 64, (1, 70, 190)
 
 def make_layer(shape, backend, window):
     """A layer over a cache of its own, with random keys and values."""
-    layer = Attention(shape.head_dim, backend, window)
+    layer = Attention(shape.num_heads, shape.head_dim, shape.head_dim**-0.5, shape.num_kv_heads, backend, window)
     caches = torch.randn(2, 9, BLOCK_SIZE, shape.num_kv_heads, shape.head_dim, device=shape.device)
     layer.k_cache, layer.v_cache = caches
     return layer
@@ -43,10 +43,10 @@ def test_each_layer_is_computed_by_the_back_end_of_its_heads(device):
         plain = TorchBackend()
         prepare(plain, shape, [window], len(LENS))
         expected = plain.decode(layer, q, decode_context(plain, context_lens, tables))
-        torch.testing.assert_close(layer(q, k, v, context), expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(layer.attend(q, k, v, context), expected, atol=1e-5, rtol=1e-5)
         ends = torch.tensor([0, 2, 3], dtype=torch.int32, device=device)
         prefill = Context(True, ends, ends, 2, 2)
-        torch.testing.assert_close(layer(q, k, v, prefill), plain.prefill(layer, q, k, v, prefill))
+        torch.testing.assert_close(layer.attend(q, k, v, prefill), plain.prefill(layer, q, k, v, prefill))
     assert backend.description == "triton"
 
 

@@ -31,7 +31,7 @@ from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.loader import load_dummy
 from nanovllm.models.olmo2 import Olmo2ForCausalLM
 from nanovllm.models.presets import preset_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_decoder import Qwen3ForCausalLM
 from nanovllm.utils.context import step_context
 
 BLOCK_SIZE, CONTEXT = 16, 5

@@ -16,7 +16,8 @@ from checkpoints import (
 from fp8_checkpoints import dequantized, is_quantized, round_input, rounded, scored
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from nanovllm.layers.rotary_embedding import RopeParameters, RotaryEmbedding
+from nanovllm.layers.rope_parameters import RopeParameters
+from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
 pytestmark = needs_family("ministral3")
 
@@ -117,11 +118,11 @@ def test_a_scale_of_another_shape_is_refused(tmp_path):
 
 def test_queries_grow_at_each_original_context():
     rope = RopeParameters(original_max_position_embeddings=16, llama_4_scaling_beta=0.5)
-    rotary = RotaryEmbedding(8, 40, rope)
+    rotary = RotaryEmbedding.of(rope, 8, 40)
     q = torch.ones(3, 1, 8)
     positions = torch.tensor([15, 16, 39])
     grown, _ = rotary(positions, q, q)
-    plain, _ = RotaryEmbedding(8, 40, RopeParameters())(positions, q, q)
+    plain, _ = RotaryEmbedding.of(RopeParameters(), 8, 40)(positions, q, q)
     expected = 1 + 0.5 * torch.tensor([1.0, 2.0, 3.0]).log()
     torch.testing.assert_close(grown / plain, expected[:, None, None].expand(3, 1, 8))
-    assert RotaryEmbedding(8, 16, rope).query_scales is None  # No sequence is longer.
+    assert RotaryEmbedding.of(rope, 8, 16).query_scales is None  # No sequence is longer.

@@ -12,11 +12,11 @@ from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.rotary_embedding import RopeParameters
+from nanovllm.layers.rope_parameters import RopeParameters
 from nanovllm.models.layer_facts import few_layers, num_layer_params
 from nanovllm.models.loader import load_dummy
 from nanovllm.models.presets import preset_config
-from nanovllm.models.qwen3 import Qwen3ForCausalLM
+from nanovllm.models.qwen3_decoder import Qwen3ForCausalLM
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.context import Context, step_context
 
@@ -67,7 +67,7 @@ def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_sampled):
                 outputs.append((model(torch.arange(4), positions), used))
         finally:
             for layer in layers:
-                layer.k_cache = layer.v_cache = None
+                layer.k_cache = layer.v_cache = torch.empty(0)
     (everything, written), (drawn, written_alike) = outputs
     assert (len(everything), len(drawn)) == (4, num_sampled)
     torch.testing.assert_close(drawn, everything[:num_sampled])
@@ -77,7 +77,7 @@ def test_rows_that_are_drawn_from_come_out_as_among_all(model, num_sampled):
 
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_product_is_added_to_the_residual_in_place(bias):
-    layer = RowParallelLinear(12, 7, bias, TensorParallel(), Matmul()).requires_grad_(False)
+    layer = RowParallelLinear(12, 7, bias, matmul=Matmul()).requires_grad_(False)
     for parameter in layer.parameters():
         parameter.normal_()
     x, residual = torch.randn(5, 12), torch.randn(5, 7)

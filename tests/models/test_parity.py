@@ -2,7 +2,17 @@
 
 import pytest
 import torch
-from checkpoints import Reference, assert_idle, complete, edit_json, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import (
+    Reference,
+    assert_idle,
+    complete,
+    edit_json,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    random_prompt,
+    record_logits,
+)
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
 SCALED = {
@@ -85,8 +95,7 @@ def test_logits_are_those_of_transformers(tmp_path, config):
     prompts = [random_prompt(length, seed=length) for length in (1, 5, 40, 70)]
     rows = []
     with make_llm(path, max_num_batched_tokens=64) as llm:
-        head = llm.model_runner.model.lm_head
-        head.register_forward_hook(lambda module, args, logits: rows.append(logits.clone()))
+        record_logits(llm, rows)
         for prompt in prompts:
             rows.clear()
             (tokens,) = complete(llm, [prompt], greedy(6))

@@ -132,13 +132,13 @@ def test_a_prompt_begins_with_a_snapshot_beside_a_decode_step(dense):
         assert complete(llm, [first], greedy(30)) == reference.greedy([first], 30)
         copied = []
         runner = llm.model_runner
-        prepare = runner.prepare_decode
+        prepare = runner.prepare
 
         def prepare_and_record(step):
             prepare(step)
             copied.extend(step.slot_copies)
 
-        runner.prepare_decode = prepare_and_record
+        runner.prepare = prepare_and_record
         ids, done = [llm.add_request(first, greedy(30))], {}
         while not llm.is_finished():
             done |= dict(llm.step()[0])

@@ -1,37 +1,15 @@
 """What ranks do together, over gloo between threads."""
 
 import os
-import tempfile
-import threading
 
 import pytest
 import torch
-import torch.distributed as dist
+from rank_threads import on_ranks
 
 from nanovllm.engine.ranks import process_group
-from nanovllm.engine.ranks.process_group import join_group, open_store
-from nanovllm.layers.embed_head import ParallelLMHead
+from nanovllm.layers.embed_head import SHARD_MULTIPLE, ParallelLMHead
 from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
 from nanovllm.utils.context import Context, step_context
-
-CPU = torch.device("cpu")
-
-
-def on_ranks(size, work):
-    """[work(tp)] of each rank."""
-    results = [None] * size
-    with tempfile.TemporaryDirectory() as folder:
-
-        def run(rank):
-            results[rank] = work(join_group(open_store(folder), rank, size, CPU))
-
-        threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not dist.is_initialized()
-    return results
 
 
 @pytest.mark.parametrize("size", [2, 3])
@@ -71,11 +49,11 @@ def test_the_vocabulary_in_shards_is_the_vocabulary(vocab_size, size):
     hidden = torch.randn(5, 8)
 
     def work(tp):
-        head = ParallelLMHead(vocab_size, 8, tp)
+        head = ParallelLMHead(vocab_size, 8, tp=tp, shard_multiple=SHARD_MULTIPLE)
         head.weight_loader(head.weight, weight)
         with step_context(Context()):
-            local = head(hidden)
-        return local, head.gather(local), head.first
+            local = head.shard_logits(hidden)
+        return local, head.gather_shards(local), head.vocab_start_idx
 
     for local, logits, first in on_ranks(size, work) if size > 1 else [work(TensorParallel())]:
         expected = hidden @ weight.t()

@@ -68,7 +68,7 @@ def test_the_shards_make_up_the_checkpoint(path, size):
             assert torch.equal(torch.cat(columns, dim=1), whole[f"{prefix}.{module}.weight"])
     assert all(torch.equal(model.model.embed_tokens.weight, whole["model.embed_tokens.weight"]) for model in models)
     assert torch.equal(torch.cat([model.lm_head.weight for model in models]), whole["lm_head.weight"])
-    assert all(model.lm_head.first % 64 == 0 for model in models)
+    assert all(model.lm_head.vocab_start_idx % 64 == 0 for model in models)
 
 
 @pytest.mark.parametrize("size", [2, 4])

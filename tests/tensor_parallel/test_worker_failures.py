@@ -123,7 +123,7 @@ def test_an_exception_of_rank_0_ends_the_engine(path, started, monkeypatch):
 
 @pytest.mark.parametrize(
     ("cls", "step", "error"),
-    [(Workers, "meet", KeyboardInterrupt), (ModelRunner, "allocate_kv_cache", RuntimeError)],
+    [(Workers, "wait_ready", KeyboardInterrupt), (ModelRunner, "allocate_kv_cache", RuntimeError)],
 )
 def test_an_exception_while_rank_0_starts(path, started, monkeypatch, cls, step, error):
     def failing(self):

@@ -17,13 +17,14 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.step_rows import mixed_step_rows
 from nanovllm.layers.matmul.table import Key, Table, load_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
-from nanovllm.models.make_model import make_model
+from nanovllm.models.make_model import make_model, make_plain_model
 from nanovllm.models.model_size import attention_shapes
-from nanovllm.models.plain import PlainQwen3, make_plain_decoder
+from nanovllm.models.plain import PlainQwen3
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class Parts(NamedTuple):
         stores: what sequences keep on the device; one of them is `kv_store`. Nothing is allocated yet.
         mixed_step_rows: most tokens of a mixed step; 0 for no mixed steps.
         decode_inputs: of decode and mixed steps.
+        sampler: of the logits that the model gives on this rank.
     """
 
     model: DecoderForCausalLM | PlainQwen3
@@ -52,6 +54,7 @@ class Parts(NamedTuple):
     kv_store: PagedKVCache
     mixed_step_rows: int
     decode_inputs: DecodeInputs
+    sampler: Sampler
 
 
 def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Parts:
@@ -64,8 +67,8 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     quack = load_quack(config.dtype, device, decodes=has_graphs) if uses_quack else None
     model: DecoderForCausalLM | PlainQwen3
     if config.plain:
-        model = make_plain_decoder(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
-        num_params, num_mixed_rows = model.num_layer_params, 0
+        model = make_plain_model(config.hf_config, config.dtype, device, config.max_model_len, backend, tp)
+        num_params = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     else:
         matmul = make_matmul(config, table, device, quack)
         with weight_format(config.weight_format):
@@ -76,9 +79,11 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         logger.info("weights of linear layers: %s", config.weight_format.name)
     stores: list[Store] = model.make_stores(shapes[0], config.state_dtype)
     kv_store = next(store for store in stores if isinstance(store, PagedKVCache))
-    has_slots = len(stores) > 1
-    if not config.plain:
+    has_slots, num_mixed_rows, sampler = len(stores) > 1, 0, Sampler()
+    if not isinstance(model, PlainQwen3):
         num_mixed_rows = choose_mixed_step_rows(config, has_graphs, has_slots, gate_up_weight(model), table)
+        head = model.lm_head
+        sampler = Sampler(tp, head.vocab_start_idx, head.num_embeddings_per_partition)
     max_model_len = cast(int, config.max_model_len)  # The checks made it a number.
     group_rows = 1 + config.max_speculative_tokens if config.speculation else 1
     max_rows = max(config.max_decode_rows, num_mixed_rows)
@@ -89,7 +94,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     places = config.max_decode_rows, max_blocks, config.kvcache_block_size, device
     decode_inputs = DecodeInputs(*places, backend, num_mixed_rows, has_slots)
     of_attention = backend, shapes[0], has_graphs
-    return Parts(model, *of_attention, quack, num_params, stores, kv_store, num_mixed_rows, decode_inputs)
+    return Parts(model, *of_attention, quack, num_params, stores, kv_store, num_mixed_rows, decode_inputs, sampler)
 
 
 def check_backend(config: Config) -> None:

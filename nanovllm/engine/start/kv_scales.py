@@ -75,7 +75,7 @@ def checkpoint_scales(config: Config, model: DecoderForCausalLM) -> list[torch.T
         tensors = open_tensors(config.model, stack, model.checkpoint_prefixes)
         for layer in attention_layers(model):
             projection: Any = model.model.layers[layer].self_attn.qkv_proj  # type: ignore[union-attr]
-            num_kv_heads = projection.output_sizes["k"] // projection.head_dim
+            num_kv_heads = projection.matrix_sizes["k"] // projection.head_size
             first, count = projection.first_kv_head, projection.num_kv_heads
             scales.append(torch.ones(2, count))
             for i, part in enumerate("kv"):
@@ -114,11 +114,13 @@ def calibrated_scales(
     with ExitStack() as hooks:
         for layer, of_layer in zip(layers, largest, strict=True):
 
-            def record(module, args, of_layer=of_layer) -> None:
-                for x, of_part in zip(args[1:3], of_layer, strict=True):
+            def record(q, k, v, context, attend=layer.attend, of_layer=of_layer) -> torch.Tensor:
+                for x, of_part in zip((k, v), of_layer, strict=True):
                     torch.maximum(of_part, x.abs().amax((0, 2)).float(), out=of_part)
+                return attend(q, k, v, context)
 
-            hooks.enter_context(layer.register_forward_pre_hook(record))
+            vars(layer)["attend"] = record
+            hooks.callback(vars(layer).pop, "attend")
         prompts = _calibration_prompts(config).to(device)
         # A CPU dequantizes a weight in fp8 for each product. A GPU's kernels for more tokens may not be compiled yet.
         for together in prompts.split(len(prompts) if device.type == "cpu" else 1):

@@ -8,11 +8,14 @@ import torch
 from nanovllm.config import Config
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.loader import TensorFacts, load_dummy, load_model, load_tensors
+from nanovllm.utils.loader import load_model as load_plain_model
 
 
 def load_weights(config: Config, model: Any, rank: int) -> None:
     if config.load_format == "dummy":
         load_dummy(model, config.seed or 0, rank)
+    elif config.plain:
+        load_plain_model(model, config.model)
     else:
         load_model(model, config.model)
     if config.device == "cpu":

@@ -6,6 +6,7 @@ from torch import Tensor, float8_e4m3fn
 from nanovllm.kernels import use_kernels
 from nanovllm.kernels.attention.kv_quantization import quantize_kv, round_to_cache
 from nanovllm.kernels.attention.paged_cache import check_scales
+from nanovllm.kernels.attention.rotary_embedding import apply_rotary_emb
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.rms_norm import rms_norm_torch
@@ -159,8 +160,8 @@ def qk_norm_rope_store(
         q_weight: `[head_dim]`, or None for no norm.
         k_weight: `[head_dim]`, or None for no norm.
         eps: added to the mean square of a head.
-        cos_sin_cache: float32 `[max_position, rotary_dim]`, the table of a `RotaryEmbedding`, which rotates the first
-            dimensions of each head; None for no rotation.
+        cos_sin_cache: float32 `[max_position, 1, rotary_dim]`, the table of a `RotaryEmbedding`, which rotates the
+            first dimensions of each head; None for no rotation.
         positions: int32 or int64 `[num_tokens]`, each below max_position.
         k_cache: `[num_blocks, block_size, num_kv_heads, head_dim]`, contiguous; None stores nothing.
         v_cache: like k_cache.
@@ -227,16 +228,6 @@ def qk_norm_rope_store_torch(
             cache.view(-1, *x.shape[1:])[slots] = held[stored]
 
 
-def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + rotary_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
-    once. cos, sin: float32 `[num_tokens, rotary_dim / 2]`. The dimensions from rotary_dim on stay as they are."""
-    rotary_dim = 2 * cos.shape[-1]
-    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
-    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
-
-
 def qk_norm_rope_store_triton(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -258,7 +249,7 @@ def qk_norm_rope_store_triton(
     head_dim = width // all_heads
     if width % (2 * all_heads) or qkv.stride(1) != 1:
         raise ValueError(f"qkv must be contiguous rows of {all_heads} heads of an even size, not {list(qkv.shape)}")
-    rotary_dim = 0 if cos_sin_cache is None else cos_sin_cache.shape[1]
+    rotary_dim = 0 if cos_sin_cache is None else cos_sin_cache.shape[-1]
     if rotary_dim > head_dim or rotary_dim % 2:
         raise ValueError(f"cos_sin_cache must have an even number of columns up to {head_dim}, not {rotary_dim}")
     for cache in () if k_cache is None else (k_cache, v_cache):

@@ -46,8 +46,8 @@ class AttentionLayer(Protocol):
     scale: float
     window: int | None
     sinks: Tensor | None
-    k_cache: Tensor | None
-    v_cache: Tensor | None
+    k_cache: Tensor
+    v_cache: Tensor
     kv_scales: Tensor | None
 
 
@@ -115,9 +115,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(self, layer: AttentionLayer, q: Tensor, k: Tensor, v: Tensor, context: Context) -> Tensor:
-        """`layer.forward` of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers
+        """`layer.attend` of the flat batch of new tokens, each to the keys up to its own. k and v hold the numbers
         that the caches hold of them."""
 
     @abstractmethod
     def decode(self, layer: AttentionLayer, q: Tensor, context: Context) -> Tensor:
-        """`layer.forward` of one token a row to its context_lens keys; zeros if that is 0."""
+        """`layer.attend` of one token a row to its context_lens keys; zeros if that is 0. Where `Context.attention` is
+        None, no engine drives the layer: the back end makes what it needs of the step itself, prepared or not."""

@@ -8,6 +8,8 @@ from nanovllm.layers.backends.triton_backend import TritonBackend
 
 # "auto" takes the first that can run. Triton's decode is faster than flash-attn 2's for every measured batch.
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, TorchBackend)
+# Of layers that no engine drives. Triton's decode needs a plan of each step, which costs a copy from the device then.
+_BY_HAND: tuple[type[AttentionBackend], ...] = (FlashAttnBackend, TritonBackend, TorchBackend)
 
 
 def select_backend(name: str, shape: AttentionShape, *others: AttentionShape) -> AttentionBackend:
@@ -22,3 +24,8 @@ def select_backend(name: str, shape: AttentionShape, *others: AttentionShape) ->
     if obstacle is not None:
         raise ValueError(f"attention_backend={name!r}: {obstacle}")
     return backend()
+
+
+def backend_by_hand(shape: AttentionShape) -> AttentionBackend:
+    """The back end of a layer that is used without an engine. Nobody prepares it, and `Context.attention` is None."""
+    return next(backend for backend in _BY_HAND if backend.obstacle(shape) is None)()

@@ -59,7 +59,9 @@ class SeveralShapes(AttentionBackend):
 
     def decode(self, layer, q, context):
         heads = layer.k_cache.shape[2], layer.k_cache.shape[3]
-        return self._backends[heads].decode(layer, q, replace(context, attention=context.attention[heads]))
+        if context.attention is not None:
+            context = replace(context, attention=context.attention[heads])
+        return self._backends[heads].decode(layer, q, context)
 
 
 def _name(heads: Heads, name: str) -> str:

@@ -41,6 +41,10 @@ class TorchBackend(AttentionBackend):
         return prefill_attention_torch(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
     def decode(self, layer, q, context):
+        if context.attention is None:
+            step = context.context_lens, context.block_tables
+            options = layer.scale, layer.window, layer.kv_scales, layer.sinks
+            return decode_attention_torch(q, layer.k_cache, layer.v_cache, *step, *options)
         plan = context.attention[layer.window]
         return plan.attend(q, layer.k_cache, layer.v_cache, layer.scale, layer.kv_scales, layer.sinks)
 

@@ -1,6 +1,7 @@
 """Attention by our own Triton kernels, over any block size that is a power of two from 16, and over fp8 caches."""
 
 import numpy as np
+import torch
 
 from nanovllm.kernels.attention.decode_plan import (
     GROUP_PIECE_FIELDS,
@@ -16,6 +17,7 @@ from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
 from nanovllm.kernels.attention.paged_prefill import paged_prefill
 from nanovllm.layers.backends.decode_constants import DecodeConstants
 from nanovllm.layers.backends.gpu_backend import GpuBackend
+from nanovllm.layers.matmul.table import load_table
 
 _MAX_HEAD_DIM = 512
 
@@ -81,6 +83,8 @@ class TritonBackend(GpuBackend):
         return paged_prefill(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
     def decode(self, layer, q, context):
+        if context.attention is None:
+            return self._decode_by_hand(layer, q, context)
         caches, tables, plan = (layer.k_cache, layer.v_cache), context.block_tables, context.attention[layer.window]
         _, block_size, num_kv_heads, head_dim = layer.k_cache.shape
         tma = has_tma(head_dim, block_size, q.element_size(), q.device)
@@ -92,3 +96,17 @@ class TritonBackend(GpuBackend):
         else:
             config = self.constants.config(len(q), num_kv_heads, tma)
         return paged_decode(q, *caches, tables, layer.scale, plan, self.workspace, config, pdl=True, **options)
+
+    def _decode_by_hand(self, layer, q, context):
+        """With a plan and a workspace for this call alone. The plan needs the lengths on the host."""
+        (num_rows, num_heads, head_dim), cache = q.shape, layer.k_cache
+        block_size, num_kv_heads = cache.shape[1:3]
+        constants = DecodeConstants(load_table(q.device), head_dim, q.dtype, cache.dtype)
+        plan = np.zeros((constants.num_pieces(num_rows, num_kv_heads), PIECE_FIELDS), np.int32)
+        plan_decode(context.context_lens.cpu().numpy(), plan, layer.window)
+        workspace = DecodeWorkspace(num_rows, num_heads, num_kv_heads, head_dim, q.device, len(plan))
+        tma = has_tma(head_dim, block_size, q.element_size(), q.device)
+        config = constants.config(num_rows, num_kv_heads, tma)
+        step = context.block_tables, layer.scale, torch.from_numpy(plan).to(q.device), workspace, config
+        options = {"windowed": layer.window is not None, "kv_scales": layer.kv_scales, "sinks": layer.sinks}
+        return paged_decode(q, cache, layer.v_cache, *step, **options)

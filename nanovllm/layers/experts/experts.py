@@ -112,16 +112,14 @@ class Router(ReplicatedLinear):
         self.num_experts = num_experts
         # Rows of whole 16 bytes in its result.
         num_rows = -(-(num_experts + 1) // 8) * 8 if has_gate else num_experts
-        super().__init__(hidden_size, num_rows, bias, tp, matmul)
+        super().__init__(hidden_size, num_rows, bias, tp=tp, matmul=matmul)
         if has_gate:
             shards = {"router": (num_experts, hidden_size), "shared": (1, hidden_size)}
             self.weight.shards |= shards  # type: ignore[attr-defined]
             self.weight.data[num_experts + 1 :] = 0
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
-        param.format.store(param, loaded[:], self.num_experts if shard_id == "shared" else 0)
-
-    bias_loader = weight_loader
+    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+        param.format.store(param, loaded_weight[:], self.num_experts if loaded_shard_id == "shared" else 0)
 
 
 class SharedExpert(nn.Module):
@@ -129,8 +127,8 @@ class SharedExpert(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel, matmul: Matmul):
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, False, tp, matmul)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, False, tp, matmul)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, tp=tp, matmul=matmul)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, tp=tp, matmul=matmul)
 
 
 class MixtureOfExperts(nn.Module):

@@ -96,14 +96,14 @@ class Product:
 class Products(dict[str, Product]):
     """The products of one layer's weight, by operation, each bound when it is first asked for."""
 
-    def __init__(self, matmul: Matmul, layer: Any, bias: Tensor | None = None):
-        """layer: its `matrix` is the weight."""
+    def __init__(self, matmul: Matmul | None, layer: Any, bias: Tensor | None = None):
+        """matmul: None for one with torch's candidates alone. layer: its `matrix` is the weight."""
         super().__init__()
         # Weak, because the layer has this: its weights would outlive the engine until Python looks for cycles.
         self._matmul, self._layer, self._bias = matmul, weakref.proxy(layer), bias
 
     def __missing__(self, operation: str) -> Product:
-        found = self[operation] = Product(self._matmul, operation, self._layer.matrix, self._bias)
+        found = self[operation] = Product(self._matmul or Matmul(), operation, self._layer.matrix, self._bias)
         return found
 
 

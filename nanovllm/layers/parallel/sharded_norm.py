@@ -32,7 +32,7 @@ def normalize_over_ranks(parts: list[tuple[Tensor, ShardedRMSNorm]], tp: TensorP
     width."""
     if tp.size == 1:
         for x, norm in parts:
-            norm(x, out=x)
+            norm.norm_in_place(x)
         return
     wide = [x.float() for x, _ in parts]
     squares = torch.stack([x.square().mean(-1) for x in wide])

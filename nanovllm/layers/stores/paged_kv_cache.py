@@ -71,5 +71,5 @@ class PagedKVCache(Store):
         self.tensors = list(tensors)
         slices = {shape: iter(x.unbind(1)) for shape, x in zip(dict.fromkeys(self.shapes), self.tensors, strict=False)}
         for i, (layer, shape) in enumerate(zip(self.layers, self.shapes, strict=True)):
-            layer.k_cache, layer.v_cache = next(slices[shape]) if slices else (None, None)
+            layer.k_cache, layer.v_cache = next(slices[shape]) if slices else torch.empty(2, 0)
             layer.kv_scales = None if not slices or self.scales is None else self.scales[i]
