@@ -14,7 +14,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_lock import Call, EngineLock
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
-from nanovllm.engine.ranks.workers import WorkerError, Workers
+from nanovllm.engine.ranks.workers import Workers
 from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.requests.request_order import longest_first
@@ -70,10 +70,10 @@ class LLMEngine:
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
         if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
             config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
-        self._ranks = Workers(config) if config.tensor_parallel_size > 1 else Ranks()
-        self.model_runner = ModelRunner(config, 0, self._ranks)
-        self.ps, self.events = self._ranks.processes, self._ranks.events
-        self._check_workers = self._end_with_workers if self.ps else None
+        ranks = Workers(config) if config.tensor_parallel_size > 1 else Ranks()
+        self.model_runner = ModelRunner(config, 0, ranks)
+        self.ps, self.events = ranks.processes, ranks.events
+        self._check_workers = self.model_runner.check_workers if self.ps else None
         self._lock = EngineLock(self.model_runner.exit, self._is_busy, self._check_workers)
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
@@ -332,13 +332,6 @@ class LLMEngine:
     def _is_busy(self) -> bool:
         """Whether requests are unfinished, or finished ones not returned."""
         return bool(self._in_flight or self._aborted or self.scheduler.waiting or self.scheduler.running)
-
-    def _end_with_workers(self) -> None:
-        """Raises WorkerError, and ends this engine, if a worker has died or failed."""
-        try:
-            self._ranks.check()
-        except WorkerError as error:
-            self._ranks.end_after(error, self.model_runner.give_back)
 
     def _drop(self, call: Call, drop: Callable[[], object]) -> None:
         """Drop all sequences, unless another call has begun: a stream may be closed late, and in any thread."""

@@ -96,7 +96,9 @@ class ModelRunner:
     def give_back(self) -> None:
         """This rank's memory, also after a start that has failed."""
         self.synchronize()
-        give_back(vars(self), ("config", "rank", "event", "device", "world_size", "on_device"), self.device)
+        give_back(
+            vars(self), ("config", "rank", "event", "device", "world_size", "on_device", "block_size"), self.device
+        )
 
     # -- calls to all ranks --------------------------------------------------------------------------------------------
 
@@ -108,6 +110,13 @@ class ModelRunner:
             with self.event.calling(self.give_back):
                 self.write_shm(method_name, *(args if for_workers is None else for_workers))
                 return getattr(self, method_name)(*args)
+
+    def check_workers(self) -> None:
+        """Raises WorkerError, and ends the engine, if another rank has died or failed."""
+        try:
+            self.event.check()
+        except RuntimeError as error:
+            self.event.end_after(error, self.give_back)
 
     def loop(self) -> None:
         """Do what rank 0 calls, until it calls exit."""

@@ -51,6 +51,6 @@ class MLPWithExperts(DecoderMLP):
         """The same as DecoderMLP's, with an output_norm. hidden: the norm of residual that the MLP reads."""
         y = self.tp.all_reduce(self.down_proj.part_of_sum("linear", gelu_tanh_and_mul(self.gate_up_proj(hidden))))
         of_experts = self.tp.all_reduce(self.beside.part_of_sum("linear", Normed(residual, self.experts_norm)))
-        y = self.experts_output_norm.add_to(self.mlp_norm(y, y), of_experts)
+        y = self.experts_output_norm.add_to(self.mlp_norm.norm_in_place(y), of_experts)
         output_norm.add_to(residual, y)
         return Normed(residual, norm)

@@ -69,7 +69,8 @@ def test_memory_is_given_back_after_an_exception_in_generate(path, monkeypatch):
     llm = make_llm(path)
     tensors = big_tensors(llm)
     with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner.model, "forward", lambda *args: 1 / 0)
+        # Of the class: undone for an instance, it would make the model refer to itself.
+        patch.setattr(type(llm.model_runner.model), "forward", lambda *args: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([[1]], greedy(3), use_tqdm=False)
     llm.exit()
@@ -163,14 +164,14 @@ def all_of(llm, name):
 def in_step(monkeypatch):
     """An Event that is set in the middle of a step, and one that lets the step go on."""
     entered, proceed = threading.Event(), threading.Event()
-    run = ModelRunner.run
+    launch = ModelRunner.launch
 
     def waiting(self, *args):
         entered.set()
         assert proceed.wait(60)
-        return run(self, *args)
+        return launch(self, *args)
 
-    monkeypatch.setattr(ModelRunner, "run", waiting)
+    monkeypatch.setattr(ModelRunner, "launch", waiting)
     return entered, proceed
 
 
@@ -238,12 +239,12 @@ def test_exit_between_two_steps(path, thread):
 def test_exit_from_a_signal_handler_in_the_middle_of_a_step(path, monkeypatch, by_hand):
     """The step still has its tensors, and then they are given back, also where the handler raises."""
     llm = make_llm(path)
-    tensors, seen, run = big_tensors(llm), [], ModelRunner.run
+    tensors, seen, launch = big_tensors(llm), [], ModelRunner.launch
 
     def interrupted(self, *args):
         signal.raise_signal(signal.SIGTERM)
         seen.append(alive(tensors))
-        return run(self, *args)
+        return launch(self, *args)
 
     def leave(signum, frame):
         llm.exit()
@@ -252,7 +253,7 @@ def test_exit_from_a_signal_handler_in_the_middle_of_a_step(path, monkeypatch, b
         if seen:
             raise SystemExit
 
-    monkeypatch.setattr(ModelRunner, "run", interrupted)
+    monkeypatch.setattr(ModelRunner, "launch", interrupted)
     before = signal.signal(signal.SIGTERM, leave)
     try:
         if by_hand:
@@ -271,11 +272,11 @@ def test_exit_from_a_signal_handler_in_the_middle_of_a_step(path, monkeypatch, b
 
 
 def test_a_signal_handler_cannot_step_in_the_middle_of_a_step(path, monkeypatch, reference):
-    prompts, run, refused = reference.draw_prompts((5,), 4), ModelRunner.run, []
+    prompts, launch, refused = reference.draw_prompts((5,), 4), ModelRunner.launch, []
 
     def interrupted(self, *args):
         signal.raise_signal(signal.SIGTERM)
-        return run(self, *args)
+        return launch(self, *args)
 
     def use(signum, frame):
         for call in (llm.step, lambda: llm.generate([[1]], greedy(1))):
@@ -284,7 +285,7 @@ def test_a_signal_handler_cannot_step_in_the_middle_of_a_step(path, monkeypatch,
             refused.append(str(error.value))
 
     with make_llm(path) as llm:
-        monkeypatch.setattr(ModelRunner, "run", interrupted)
+        monkeypatch.setattr(ModelRunner, "launch", interrupted)
         before = signal.signal(signal.SIGTERM, use)
         try:
             request = llm.add_request(prompts[0], greedy(4))

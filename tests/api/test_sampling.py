@@ -395,8 +395,8 @@ def test_prompt_logprobs_and_the_prefix_cache(base):
         (second,) = run(llm, [prompt], greedy(3, prompt_logprobs=1))
         (third,) = run(llm, [prompt], greedy(3))
         assert [seq.completion.num_shared_tokens for seq in (first, second, third)] == [0, 0, 64]
-        assert first.prompt_logprobs == second.prompt_logprobs
-        assert len(first.prompt_logprobs) == 70
+        assert first.completion.prompt_logprobs == second.completion.prompt_logprobs
+        assert len(first.completion.prompt_logprobs) == 70
         assert_idle(llm)
 
 

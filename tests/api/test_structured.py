@@ -201,14 +201,14 @@ def test_a_pydantic_model(llm):
 
 def test_max_tokens_and_min_tokens(llm):
     (cut,) = run(llm, [[1, 2]], form(regex="[ab]{50}", max_tokens=3))
-    assert (len(cut.completion_token_ids), cut.finish_reason) == (3, "length")
+    assert (len(cut.completion_token_ids), cut.completion.finish_reason) == (3, "length")
     (longer,) = run(llm, [[1, 2]], form(temperature=0, regex="[ab]*", max_tokens=20, min_tokens=8))
     assert 8 <= len(longer.completion_token_ids) <= 20
     # A complete form has nothing to go on with.
     (short,) = run(llm, [[1, 2]], form(regex="a", min_tokens=20))
-    assert (texts(llm, [short]), short.finish_reason) == (["a"], "error")
-    assert short.error == "min_tokens=20: after 1 tokens nothing but an end may follow"
-    assert cut.error is longer.error is None
+    assert (texts(llm, [short]), short.completion.finish_reason) == (["a"], "error")
+    assert short.completion.error == "min_tokens=20: after 1 tokens nothing but an end may follow"
+    assert cut.completion.error is longer.error is None
 
 
 def test_min_tokens_that_no_choice_has(llm):

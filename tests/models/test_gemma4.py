@@ -52,7 +52,7 @@ def test_logits_are_bounded(base):
 def test_the_cache_holds_layers_of_both_kinds(base):
     path, _ = base
     with make_llm(path, num_kvcache_blocks=10) as llm:
-        cache = llm.model_runner.kv_cache
+        cache = llm.model_runner.kv_store
         assert [list(tensor.shape) for tensor in cache.tensors] == [[2, 1, 10, 16, 2, 32], [2, 1, 10, 16, 1, 64]]
         assert cache.bytes_per_block == sum(tensor.nbytes for tensor in cache.tensors) // 10
         llm.sleep()

@@ -28,7 +28,7 @@ def make_llm(size):
     llm = LLM(sys.argv[1], device="cpu", skip_tokenizer_init=True, kvcache_block_size=16, num_kvcache_blocks=64,
               tensor_parallel_size=size)
     if size > 1:
-        workers = llm._ranks
+        workers = llm.model_runner.event
         print("workers", *(process.pid for process in workers._processes.values()), flush=True)
     return llm
 
