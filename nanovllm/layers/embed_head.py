@@ -119,7 +119,7 @@ class ParallelLMHead(VocabParallelEmbedding):
             # Not a parameter: the embedding's loader fills it.
             self.weight = self._rows_of_embedding()
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor | None:
+    def forward(self, x: torch.Tensor) -> torch.Tensor | None:  # type: ignore[override]
         """The logits [num_seqs, num_embeddings] to sample from, on rank 0; None on all others. Every rank must call it.
 
         x: [num_tokens, embedding_dim]; in a prefill the last token of each sequence is taken (`get_context`).

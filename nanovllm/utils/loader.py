@@ -38,7 +38,7 @@ def load_model(model: nn.Module, path: str) -> None:
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path}: holds no *.safetensors file")
-    wanted, place = _wanted(model), {}
+    wanted, place = _wanted(model), dict[str, str]()  # the file of each tensor
     for file in files:
         try:
             with safe_open(file, "pt", "cpu") as tensors:
