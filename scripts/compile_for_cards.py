@@ -4,9 +4,10 @@
     python scripts/compile_for_cards.py --all           every variant, which takes about a second each
     python scripts/compile_for_cards.py --cards 89 --models gemma-3-4b --all
 
-For each card and each model family, an engine's own start runs on tensors without memory (torch's FakeTensorMode): it
+For each card and each model family an engine's own start runs on tensors without memory (torch's FakeTensorMode): it
 chooses its back end, tiles and table rows as on the card, and `kernel_compilation` goes through the launches of the
-start and of later steps. No list of kernels is kept here. Triton compiles for any card without having one.
+start and of later steps. A prefill of the plain model adds its kernels. No list of kernels is kept here. Triton
+compiles for any card without having one.
 
 Needs no GPU. It prints a line for each card, and exits with 1 if a launch does not compile or does not fit.
 """
@@ -45,14 +46,17 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.backends.gpu_backend import GpuBackend
+from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.parallel import tensor_parallel as parallel
 from nanovllm.layers.parallel.residual_reducer import make_reducer
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.layer_facts import few_layers
+from nanovllm.models.make_model import make_plain_model
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.qwen3_5 import has_linear_attention
 from nanovllm.models.registry import ARCHITECTURES
+from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.progress import StartProgress
 
 # Compute capability -> KiB of shared memory that a program may have (CUDA C++ programming guide, "Technical
@@ -67,6 +71,7 @@ _CODE_OF_OTHERS = (80, 86)
 # from sm_90 on. Every test on a GPU runs that of sm_90.
 _ALL_KERNELS = (89, 120)
 _LAUNCHES_ALL = 90
+_PLAIN = "Qwen3-0.6B"
 # These have the code of another card and more memory: a model of each kind of layers and head_dim, as it is.
 _FEWER_MODELS = (80, 86, 100)
 
@@ -291,16 +296,15 @@ class _TracingStart:
         raise _HasTraced
 
 
-def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
-    """The variants that an engine launches on a pretended card, from its start on."""
+@contextmanager
+def _recording() -> Iterator[dict[tuple, Launch]]:
+    """A block of tensors without memory, whose launches are recorded."""
     found: dict[tuple, Launch] = {}
 
     def record(_variants, kernel, grid, *args, **constants) -> None:
         args = tuple(_Pointer(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
         found.setdefault((kernel, *map(_kind, args), *constants.items()), Launch(kernel, grid, args, constants))
 
-    options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
-    config = Config(model, device=str(device), **options)
     with ExitStack() as stack:
         for target, name, value in (
             (launch, "_compile", record),
@@ -315,15 +319,40 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
             stack.enter_context(block)
         token = launch._variants.set(set())
         try:
-            tp = TensorParallel()
-            if config.tensor_parallel_size > 1:
-                sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
-                reducer = make_reducer(_Peers(config.tensor_parallel_size, device), *sizes)
-                tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
-            with suppress(_HasTraced):
-                ModelRunner(config, 0, _Meeting(tp))
+            yield found
         finally:
             launch._variants.reset(token)
+
+
+def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
+    """The variants that an engine launches on a pretended card, from its start on."""
+    options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
+    config = Config(model, device=str(device), **options)
+    with _recording() as found:
+        tp = TensorParallel()
+        if config.tensor_parallel_size > 1:
+            sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
+            reducer = make_reducer(_Peers(config.tensor_parallel_size, device), *sizes)
+            tp = TensorParallel(size=config.tensor_parallel_size, group=MagicMock(), reducer=reducer)
+        with suppress(_HasTraced):
+            ModelRunner(config, 0, _Meeting(tp))
+    return found
+
+
+def plain_launches(model: str, dtype: torch.dtype, device: torch.device) -> dict[tuple, Launch]:
+    """The variants that a prefill of the plain model launches, all but attention's, which are the fast decoder's."""
+    config = preset_config(model)
+    config.num_hidden_layers = 1
+    with _recording() as found:
+        plain = make_plain_model(config, dtype, device, 64, TorchBackend())
+        attention = plain.model.layers[0].self_attn.attn
+        heads = attention.num_kv_heads, attention.head_dim
+        attention.k_cache = attention.v_cache = torch.zeros(1, 256, *heads, dtype=dtype, device=device)
+        numbers = torch.zeros(16, dtype=torch.int64, device=device)
+        with patch.object(TorchBackend, "prefill", lambda self, layer, q, k, v, context: torch.empty_like(q)):
+            set_context(True, slot_mapping=numbers.int())
+            plain(numbers, numbers)
+            reset_context()
     return found
 
 
@@ -442,6 +471,8 @@ def main() -> None:
             found: dict[tuple, Launch] = {}
             for model, options in engines(arguments.models, capability):
                 found |= launches(model, options, device)
+            for dtype in (torch.bfloat16, torch.float32):
+                found |= plain_launches(_PLAIN, dtype, device)
             for each in found.values():
                 estimate = each.estimate(device)
                 if estimate is not None and not fits(estimate, device):

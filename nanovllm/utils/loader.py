@@ -38,8 +38,7 @@ def load_model(model: nn.Module, path: str) -> None:
     files = sorted(Path(path).glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{path}: holds no *.safetensors file")
-    wanted = _wanted(model)
-    place: dict[str, str] = {}  # of each tensor, its file
+    wanted, place = _wanted(model), dict[str, str]()  # the file of each tensor
     for file in files:
         try:
             with safe_open(file, "pt", "cpu") as tensors:

@@ -101,17 +101,16 @@ def rotary_embedding_triton(
             )
     if rotary_dim > head_dim or rotary_dim % 2 or not cos_sin_cache.is_contiguous():
         raise ValueError(f"cos_sin_cache must have an even number of columns up to {head_dim}, not {rotary_dim}")
-    out_q, out_k = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
-    outs = out_q, out_k
+    q_out, k_out = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k))
     if num_tokens == 0:
-        return outs
+        return q_out, k_out
     num_kv_heads = k.shape[1]
     heads_block = min(8, triton.next_power_of_2(num_heads))
     half_block = triton.next_power_of_2(head_dim // 2)
     grid = (num_tokens, triton.cdiv(num_heads, heads_block) + triton.cdiv(num_kv_heads, heads_block))
     launcher(_rotary_kernel, grid)(
-        q, k, *outs, cos_sin_cache, positions, query_scales, q.stride(0), k.stride(0),
+        q, k, q_out, k_out, cos_sin_cache, positions, query_scales, q.stride(0), k.stride(0),
         NUM_HEADS=num_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim, ROTARY_DIM=rotary_dim,
         HALF_BLOCK=half_block, HEADS_BLOCK=heads_block, num_warps=min(max(heads_block * half_block // 256, 1), 8),
     )  # fmt: skip
-    return outs
+    return q_out, k_out
