@@ -243,6 +243,7 @@ def test_abort_drops_sequences_in_every_state_and_frees_their_blocks():
     scheduler.abort([running.seq_id, in_chunks.seq_id, waiting.seq_id])
     for seq in (running, in_chunks, waiting):
         assert (seq.status, seq.finish_reason, seq.block_table) == (SequenceStatus.FINISHED, "abort", [])
+    assert [seq.num_tokens for seq in (running, in_chunks, waiting)] == [5, 25, 4], "no token is lost"
     assert (list(scheduler.waiting), list(scheduler.running)) == ([last], [stays])
     check_scheduler(scheduler)
     assert step(scheduler)[0] == [last]

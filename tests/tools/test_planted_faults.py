@@ -7,7 +7,6 @@ import pytest
 from planted_faults import FAULTS, ROOT, FaultListError, check_all, main, read_faults
 
 TEST = """
-import pytest
 from nanovllm.numbers import add, low
 
 
@@ -17,6 +16,15 @@ def test_add():
 
 def test_low():
     assert low(2) is True
+"""
+CODE = """
+def add(a, b):
+    return a + b
+
+
+def low(n):
+    # three at most
+    return n < 3
 """
 LIST = """
 # Of a tree of one file.
@@ -40,7 +48,7 @@ def tree(tmp_path):
     """A repository with one file, one file of tests, and two faults of which they notice the first."""
     files = {
         "nanovllm/__init__.py": "",
-        "nanovllm/numbers.py": "def add(a, b):\n    return a + b\n\n\ndef low(n):\n    # three at most\n    return n < 3\n",
+        "nanovllm/numbers.py": CODE,
         "tests/test_numbers.py": TEST,
         "faults.txt": LIST,
     }
