@@ -154,7 +154,7 @@ class Outcome:
 
     @property
     def failed_test(self) -> str:
-        found = re.search(r"^(?:FAILED|ERROR) (\S+)", self.output, re.MULTILINE)
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", self.output, re.MULTILINE)
         return found[1] if found else ""
 
     @property
@@ -270,7 +270,9 @@ class Copies:
         targets = list(dict.fromkeys(fault.tests for fault in faults))
         wrong = []
         for tests, outcome in self.each(lambda copy, tests: copy.test(tests, self.timeout), targets):
-            if outcome.code != _PASSED:
+            is_right = outcome.code == _PASSED
+            print(f"{outcome.seconds:5.1f} s  {'passed   ' if is_right else 'FAILED   '} {' '.join(tests)}", flush=True)
+            if not is_right:
                 what = f"{outcome.failed_test} fails" if outcome.code == _FAILED else outcome.explanation
                 wrong.append(f"{' '.join(tests)}: {what}")
         if wrong:
@@ -303,8 +305,9 @@ def run(faults: Sequence[Fault], root: Path, jobs: int, timeout: float, has_base
     with tempfile.TemporaryDirectory(prefix="planted-faults-") as folder:
         copies = Copies(root, Path(folder), min(jobs, len(faults)), timeout)
         if has_baseline:
+            print("without a fault:", flush=True)
             copies.check_unplanted(faults)
-            print("without a fault, all tests pass", flush=True)
+        print("with faults:", flush=True)
         for fault, outcome in copies.plant(faults):
             if outcome.code == _FAILED or (outcome.code is None and fault.hangs):
                 verdict = f"noticed   {fault.name}  by {outcome.failed_test or 'a hang'}"
