@@ -39,8 +39,8 @@ FAULTS = Path(__file__).with_suffix(".txt")
 _COPIED = ("assets", "benchmarks", "docs", "examples", "nanovllm", "scripts", "tests", "pyproject.toml", "*.md", "*.py")
 _NOT_COPIED = ("__pycache__", "*.pyc", ".*")
 
-# Tests with random examples draw the same ones each time, so that a fault's outcome can be repeated.
-_PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-seed=0")
+# The profile (tests/conftest.py): with random examples that are always the same.
+_PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-profile=planted_faults")
 _PASSED, _FAILED = 0, 1  # pytest's exit codes
 _KEYS = ("file", "tests", "hangs")
 
@@ -367,6 +367,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT, path: Path =
     except FaultListError as error:
         print(f"planted_faults: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

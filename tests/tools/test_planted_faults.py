@@ -49,6 +49,7 @@ def tree(tmp_path):
     files = {
         "nanovllm/__init__.py": "",
         "nanovllm/numbers.py": CODE,
+        "tests/conftest.py": "import hypothesis\n\nhypothesis.settings.register_profile('planted_faults')\n",
         "tests/test_numbers.py": TEST,
         "faults.txt": LIST,
     }
