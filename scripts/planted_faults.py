@@ -266,15 +266,18 @@ class Copies:
                 raise
 
     def check_unplanted(self, faults: Sequence[Fault]) -> None:
-        """Raises FaultListError if tests fail without a fault."""
-        targets = list(dict.fromkeys(fault.tests for fault in faults))
+        """Print how long the tests take without a fault, a file at a time. Raises FaultListError if some fail."""
+        of_files: dict[str, dict[str, None]] = {}
+        for target in (target for fault in faults for target in fault.tests):
+            of_files.setdefault(target.partition("::")[0], {})[target] = None
+        targets = [(file,) if file in names else tuple(names) for file, names in of_files.items()]
         wrong = []
-        for tests, outcome in self.each(lambda copy, tests: copy.test(tests, self.timeout), targets):
-            is_right = outcome.code == _PASSED
-            print(f"{outcome.seconds:5.1f} s  {'passed   ' if is_right else 'FAILED   '} {' '.join(tests)}", flush=True)
+        for tests, outcome in self.each(lambda copy, tests: copy.test(tests, len(tests) * self.timeout), targets):
+            is_right, file = outcome.code == _PASSED, tests[0].partition("::")[0]
+            print(f"{outcome.seconds:5.1f} s  {'passed   ' if is_right else 'FAILED   '} {file}", flush=True)
             if not is_right:
                 what = f"{outcome.failed_test} fails" if outcome.code == _FAILED else outcome.explanation
-                wrong.append(f"{' '.join(tests)}: {what}")
+                wrong.append(f"{file}: {what}")
         if wrong:
             raise FaultListError("without a fault, tests must pass:\n" + "\n".join(wrong))
 
