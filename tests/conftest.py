@@ -30,6 +30,10 @@ from nanovllm.utils.threads import available_cores
 # By default an example of more than 200 ms is a failure, on whatever machine and beside whatever else it runs.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+# For scripts/planted_faults.py, which asks whether a test fails, always with the same examples. To look for the
+# smallest one would take most of the time.
+_PHASES = hypothesis.Phase.explicit, hypothesis.Phase.generate
+hypothesis.settings.register_profile("planted_faults", deadline=None, derandomize=True, phases=_PHASES)
 
 
 @pytest.hookimpl(optionalhook=True)

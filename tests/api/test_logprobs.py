@@ -99,6 +99,16 @@ def test_log_probabilities_of_given_tokens(llm, reference):
             assert [*found.values()] == pytest.approx(row[list(found)].tolist(), abs=1e-4)
 
 
+def test_those_who_ask_for_their_own_tokens_alone_are_told_from_their_neighbours(llm, reference):
+    prompts = [random_prompt(n, seed=n) for n in (5, 30, 17, 9)]
+    params = [greedy(6), greedy(6, logprobs=0), greedy(6, top_k=3, min_tokens=2), greedy(6, logprobs=0)]
+    outputs = generate(llm, prompts, params)
+    assert [output["logprobs"] is None for output in outputs] == [True, False, True, False]
+    for i in (1, 3):
+        assert len(outputs[i]["logprobs"]) == 6
+        assert_own_logprobs(reference, prompts[i], outputs[i])
+
+
 def test_logprobs_end_where_the_completion_does(llm, reference):
     prompts = [random_prompt(n, seed=n) for n in (5, 30, 17)]
     plain = generate(llm, prompts, greedy(20))

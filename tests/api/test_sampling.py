@@ -209,10 +209,14 @@ def test_bad_words(ascii_base, banned, options, preempts):
 
 def test_bad_words_of_samples_and_across_the_prompt(ascii_base):
     path, reference, tokenizer = ascii_base
-    (prompt,) = reference.draw_prompts((12,), 8)
-    ((first, second, *_),) = reference.greedy([prompt], 8)
+    for seed in itertools.count():  # until both words are tokenized as they stand there
+        (prompt,) = reference.draw_prompts((12,), 8, seed)
+        ((first, second, *_),) = reference.greedy([prompt], 8)
+        pairs = [first, second], [prompt[-1], first]
+        words = [tokenizer.decode(pair) for pair in pairs]
+        if tuple(map(tokenizer.encode, words)) == pairs:
+            break
     with make_llm(path, skip_tokenizer_init=False) as llm:
-        words = [tokenizer.decode([first, second]), tokenizer.decode([prompt[-1], first])]
         params = SamplingParams(temperature=1.0, max_tokens=30, n=3, bad_words=words, seed=1, ignore_eos=True)
         for seq in run(llm, [prompt], params):
             assert (first, second) not in itertools.pairwise(seq.completion_token_ids)

@@ -236,6 +236,12 @@ def test_forms_with_tokens_that_may_and_may_not_be_drawn(llm):
     assert found[3] == "d" * 12
     assert [seq.completion.error for seq in seqs] == [None] * 4
     assert_idle(llm)
+    # Beside a mask without a form, in the row before.
+    lone = SamplingParams(max_tokens=9, seed=1, ignore_eos=True, allowed_token_ids=[letters["c"]])
+    seqs = run(llm, [[1, 2, 3]] * 3, [lone, form(regex="[ab]{9}", seed=2), form(regex="d{9}", seed=3)])
+    assert [bool(re.fullmatch(*each)) for each in zip(("c{9}", "[ab]{9}", "d{9}"), texts(llm, seqs), strict=True)] == (
+        [True] * 3
+    )
     stuck = dataclasses.replace(form(regex="ab|aab|d"), bad_words=["ab", "d"])
     (output, free) = llm.generate([[1, 2, 3], [1, 2, 3]], [stuck, form(regex="ab")], use_tqdm=False)
     assert (output["finish_reason"], free["finish_reason"], free["text"]) == ("error", "stop", "ab")

@@ -229,6 +229,46 @@ def test_padding_rows_read_and_write_nothing():
     assert len(inputs.sampled) == 8
 
 
+def test_a_row_has_its_sequences_blocks_as_their_table_grows_and_is_replaced():
+    inputs = DecodeInputs(2, 4, 4, torch.device("cpu"), planning_backend(2, 2))
+    seq, other = (Sequence(i, [7] * 4, SamplingParams(), 4) for i in range(2))
+    seq.is_prefilling = other.is_prefilling = False
+    seq.block_table, other.block_table = [5], [9]
+
+    def check(*rows: Sequence) -> None:
+        inputs.send(decode(inputs, list(rows), len(rows)))
+        context = inputs.for_model(len(rows), len(rows)).context
+        for row, owner in enumerate(rows):
+            table, last = owner.block_table, owner.num_tokens - 1
+            assert context.block_tables[row, : len(table)].tolist() == table
+            assert context.slot_mapping[row] == table[last // 4] * 4 + last % 4
+
+    check(seq, other)
+    seq.append_token(8)
+    seq.block_table.append(3)
+    check(seq, other)
+    check(other, seq)
+    seq.block_table = [2, 6]  # After a preemption.
+    check(other, seq)
+    seq.tokens = seq.tokens[:3]
+    seq.block_table = [1]
+    check(seq)
+
+
+def test_a_row_of_a_prompt_is_another_sequences_in_the_next_step():
+    """It had the prompt's blocks, not those of the sequence that had this row before."""
+    inputs = DecodeInputs(3, 4, 4, torch.device("cpu"), planning_backend(6, 2), mixed_step_rows=6)
+    seqs = [Sequence(i, [7] * 4, SamplingParams(), 4) for i in range(3)]
+    for i, seq in enumerate(seqs):
+        seq.is_prefilling, seq.block_table, seq.num_cached_tokens, seq.num_scheduled_tokens = False, [i], 3, 1
+    decode(inputs, seqs, 3)
+    seqs[1].is_prefilling, seqs[1].num_cached_tokens, seqs[1].num_scheduled_tokens = True, 0, 4
+    decode(inputs, seqs[:2], 5)  # The prompt's other tokens have rows from the third on.
+    seqs[1].is_prefilling = False
+    inputs.send(decode(inputs, seqs, 3))
+    assert inputs.for_model(3, 3).context.block_tables[:, 0].tolist() == [0, 1, 2]
+
+
 def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
     inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), planning_backend(6, 2))
     inputs.sampled.copy_(torch.arange(100, 106))

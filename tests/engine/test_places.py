@@ -9,7 +9,7 @@ from checkpoints import greedy, make_checkpoint, make_llm, random_prompt
 from hypothesis import given
 from hypothesis import strategies as st
 from invariants import check_scheduler
-from schedulers import SIZE, add, make_scheduler, step
+from schedulers import SIZE, add, make_scheduler, postprocess, step
 
 from nanovllm.engine.places import Places
 from nanovllm.engine.prefix_cache import reset_prefix_cache
@@ -102,6 +102,27 @@ def test_the_end_of_a_prompt_is_kept():
     assert ask(scheduler, [*BEGINNING, 1]) == 2 * SIZE
     assert ask(scheduler, [*BEGINNING, 2, 3, 4, 5, 6]) == 2 * SIZE
     assert ask(scheduler, [*BEGINNING, 2, 3, 4, 5, 6]) == 3 * SIZE, "and that of the longer one"
+
+
+def test_of_a_prompt_of_whole_blocks_the_state_before_the_last_one_is_kept():
+    """With the state at its end, the same prompt would have no token left to compute, of which it needs the logits."""
+    scheduler = make(4)
+    assert [ask(scheduler, BEGINNING), ask(scheduler, BEGINNING)] == [0, SIZE]
+
+
+def test_the_first_chunk_alone_reads_the_snapshot():
+    """The chunks after it go on from the sequence's own state."""
+    scheduler = make(4, max_num_batched_tokens=2 * SIZE)
+    ask(scheduler, [*BEGINNING, 1])
+    seq = add(scheduler, [*BEGINNING, *range(2, 2 + 3 * SIZE)], max_tokens=1)
+    reads = []
+    while not scheduler.is_finished():
+        seqs, _ = scheduler.schedule()
+        reads.append(seq.place.slots_of_step(seq.num_cached_tokens)[0])
+        source, slot = seq.place.source, seq.place.slot
+        postprocess(scheduler, seqs, [900])
+    assert reads == [source, slot]
+    assert source != slot
 
 
 def test_a_beginning_is_kept_when_it_comes_a_second_time():

@@ -27,6 +27,18 @@ def test_any_of_the_end_of_sequence_tokens_ends_it(eos):
     check_scheduler(scheduler)
 
 
+@pytest.mark.parametrize(
+    ("ignore_eos", "token", "stop_reason"), [(False, EOS, None), (False, 905, 905), (True, 905, 905)]
+)
+def test_stop_tokens_of_a_request_come_beside_those_of_the_model(ignore_eos, token, stop_reason):
+    scheduler = make_scheduler()
+    seq = add(scheduler, 3, stop_token_ids=[905], ignore_eos=ignore_eos)
+    if ignore_eos:
+        step(scheduler, token=EOS)
+    step(scheduler, token=token)
+    assert (seq.finish_reason, seq.stop_reason) == ("stop", stop_reason)
+
+
 def test_an_end_of_sequence_token_in_the_prompt_ends_nothing():
     scheduler = make_scheduler()
     seq = add(scheduler, [EOS, 1, EOS])
@@ -243,6 +255,7 @@ def test_abort_drops_sequences_in_every_state_and_frees_their_blocks():
     scheduler.abort([seq.request.request_id for seq in (running, in_chunks, waiting)])
     for seq in (running, in_chunks, waiting):
         assert (seq.status, seq.completion.finish_reason, seq.block_table) == (SequenceStatus.FINISHED, "abort", [])
+    assert [seq.num_tokens for seq in (running, in_chunks, waiting)] == [5, 25, 4], "no token is lost"
     assert (list(scheduler.waiting), list(scheduler.running)) == ([last], [stays])
     check_scheduler(scheduler)
     assert step(scheduler)[0] == [last]

@@ -140,6 +140,31 @@ def test_an_open_part_keeps_its_whole_lines(tmp_path_factory, data):
     assert len(folder.parts()) == (num_whole > 0)
 
 
+def test_a_row_without_its_line_feed_is_torn(tmp_path):
+    """Though it is whole otherwise: its line is answered again."""
+    folder = JobFolder(tmp_path)
+    folder.open_part(0).write_text(f"{answer(0)}\n{answer(1)}")
+    folder.recover(None)
+    (part,) = folder.parts()
+    assert part.read_text() == f"{answer(0)}\n"
+
+
+def test_a_part_of_parquet_has_its_name_when_it_is_whole(tmp_path, parquet, monkeypatch):
+    """Other programs may read the folder at any moment."""
+    folder, write = JobFolder(tmp_path / "answers"), parquet.write
+    folder.path.mkdir()
+    folder.open_part(0).write_text(f"{answer(0)}\n")
+
+    def write_and_look(source, target):
+        write(source, target)
+        assert folder.parts() == []
+
+    monkeypatch.setattr(parquet, "write", write_and_look)
+    folder.complete(folder.open_part(0), 0, parquet)
+    assert [path.name for path in folder.parts()] == ["part-00000.parquet"]
+    assert [path.name for path in folder.path.iterdir()] == ["part-00000.parquet"]
+
+
 def test_errors_lose_a_torn_line(tmp_path):
     (tmp_path / ERRORS).write_text(f"{error(1)}\n{error(2)[:20]}")
     folder = JobFolder(tmp_path)

@@ -89,6 +89,15 @@ def test_norms_of_sums_equal_twins(num_tokens, hidden, dtype, device):
     assert torch.equal(total, x + residual)
 
 
+@pytest.mark.parametrize("norm", [rms_norm_triton, rms_norm_torch])
+def test_eps_is_added_to_the_mean_square(norm, device):
+    """Which decides where numbers are as small as its root, or zero."""
+    sizes = torch.tensor([0.0, 1e-4, 1e-3, 1e-2], dtype=torch.float64, device=device)[:, None]
+    x = sizes * torch.randn(4, 64, dtype=torch.float64, device=device)
+    expected = x / (x.square().mean(-1, keepdim=True) + EPS).sqrt()
+    assert_close(norm(x.float(), torch.ones(64, device=device), EPS), expected.float())
+
+
 def test_strided_rows(device):
     wide, weight = random_case(4, 96, torch.float32, device)
     x, weight = wide[:, 16:80], weight[:64]

@@ -134,6 +134,13 @@ def test_token_logprobs(dtype, num_top, monkeypatch):
         assert torch.equal(x[others], before[others])
 
 
+def test_counts_are_written_anew_where_more_than_one_token_has_come():
+    """As after a step that accepts several proposed tokens."""
+    counts = TokenCounts(VOCAB, 4, torch.device("cpu"))
+    lengths = (3, 4, 6, 7, 7, 6)
+    assert [counts.assign({5: length})[1] for length in lengths] == [[False], [True], [False], [True], [False], [False]]
+
+
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4, unique=True), min_size=1, max_size=30))
 @settings(max_examples=60)
 def test_token_counts_hold_what_their_owners_hold(steps):

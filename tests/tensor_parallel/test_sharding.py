@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from checkpoints import make_checkpoint, make_llm
 from configs import TUNED
 from safetensors.torch import load_file
@@ -11,6 +12,7 @@ from transformers import AutoConfig
 
 from nanovllm.config import Config
 from nanovllm.layers.backends.torch_backend import TorchBackend
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel, check_shardable
 from nanovllm.models import loader
@@ -119,6 +121,19 @@ def test_a_tied_head_is_this_ranks_rows_of_the_embedding(tmp_path, size):
     for model in models:
         assert model.lm_head.weight.untyped_storage().data_ptr() == model.model.embed_tokens.weight.data_ptr()
         assert loader.num_checkpoint_params(model) == sum(t.numel() for t in whole.values())
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_ranks_parts_of_a_product_are_the_product_with_one_bias(size):
+    weight, bias, x = torch.randn(7, 16), torch.randn(7), torch.randn(3, 16)
+    total = torch.zeros(3, 7)
+    for rank in range(size):
+        layer = RowParallelLinear(16, 7, True, TensorParallel(rank, size), Matmul())
+        for param, whole in ((layer.weight, weight), (layer.bias, bias)):
+            param.weight_loader(param, whole)
+        columns = 16 // size
+        total += layer.part_of_sum("linear", x[:, rank * columns : (rank + 1) * columns].contiguous())
+    torch.testing.assert_close(total, F.linear(x, weight, bias))
 
 
 def test_random_weights_that_every_rank_holds_are_the_same(path):

@@ -1,0 +1,378 @@
+"""Plant faults in a copy of the repository, one at a time, and see whether the tests notice them.
+
+    python scripts/planted_faults.py                         all faults
+    python scripts/planted_faults.py NAME ...                some
+    python scripts/planted_faults.py --sample 10 --seed 1    ten at random
+    python scripts/planted_faults.py --list
+
+The faults are in planted_faults.txt. Each changes a line or two of the package as a refactor could by mistake. Tests of
+its subject must fail with it. If all of them pass, a test is missing.
+
+A fault has three outcomes. It is noticed if a test fails. It survives if all tests pass. Anything else is an error of
+the list: the text to replace is not in the file exactly once, tests are not found, or tests hang where the list does
+not say so. Before faults are planted, the tests must pass without one.
+"""
+
+import argparse
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TypeVar
+
+ROOT = Path(__file__).resolve().parents[1]
+FAULTS = Path(__file__).with_suffix(".txt")
+
+# What tests of the package read. Copied by name, because a checkout may hold large folders of its owner.
+_COPIED = ("assets", "benchmarks", "docs", "examples", "nanovllm", "scripts", "tests", "pyproject.toml", "*.md", "*.py")
+_NOT_COPIED = ("__pycache__", "*.pyc", ".*")
+
+# The profile (tests/conftest.py): with random examples that are always the same.
+_PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-profile=planted_faults")
+_PASSED, _FAILED = 0, 1  # pytest's exit codes
+_KEYS = ("file", "tests", "hangs")
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class FaultListError(ValueError):
+    """The list does not fit the code; the message names the fault."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A change that tests must notice.
+
+    Attributes:
+        name: of the fault.
+        file: what it changes, relative to the repository.
+        old, new: the text that is replaced, and what replaces it.
+        tests: pytest's targets that should notice it: files, or single tests.
+        hangs: whether tests notice it by waiting for ever.
+    """
+
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: tuple[str, ...]
+    hangs: bool = False
+
+    def planted(self, root: Path) -> str:
+        """The file's text with the fault. Raises FaultListError if the fault does not fit the file."""
+        path = root / self.file
+        if not path.is_file():
+            raise FaultListError(f"{self.name}: there is no file {self.file}")
+        text = path.read_text(encoding="utf-8")
+        if (count := text.count(self.old)) != 1:
+            raise FaultListError(f"{self.name}: must be in {self.file} once, but is there {count} times: {self.old!r}")
+        return text.replace(self.old, self.new)
+
+    def check(self, root: Path) -> None:
+        """Raises FaultListError if the fault does not fit the file, or its tests are not there."""
+        try:
+            compile(self.planted(root), self.file, "exec")
+        except SyntaxError as error:
+            raise FaultListError(f"{self.name}: is no Python: {error}") from error
+        for target in self.tests:
+            file, *names = target.split("::")
+            if not (root / file).is_file():
+                raise FaultListError(f"{self.name}: there is no file {file}")
+            text = (root / file).read_text(encoding="utf-8")
+            for name in names:
+                if not re.search(rf"\b(def|class) {re.escape(name.partition('[')[0])}\b", text):
+                    raise FaultListError(f"{self.name}: {file} has no {name}")
+
+
+def read_faults(path: Path) -> list[Fault]:
+    """The faults of a list. Raises FaultListError for one that is not as planted_faults.txt says."""
+    faults: dict[str, Fault] = {}
+    for name, lines in _sections(path):
+        values: dict[str, str] = {}
+        parts: dict[str, list[str]] = {"-": [], "+": []}
+        for line in lines:
+            if line[0] in parts:
+                parts[line[0]].append(line[2:])
+                continue
+            key, _, value = line.partition("=")
+            if key.strip() not in _KEYS:
+                raise FaultListError(f"{name}: {line!r} must begin with '- ', '+ ', or {', '.join(_KEYS)} and '='")
+            values[key.strip()] = value.strip()
+        tests, old, new = tuple(values.get("tests", "").split()), *map("\n".join, parts.values())
+        if name in faults:
+            raise FaultListError(f"{name}: comes twice")
+        if not ("file" in values and tests and old) or old == new or values.get("hangs", "yes") != "yes":
+            raise FaultListError(f"{name}: must have a file, tests, lines '- ', and other lines '+ ' or none")
+        faults[name] = Fault(name, values["file"], old, new, tests, "hangs" in values)
+    return list(faults.values())
+
+
+def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
+    """Each fault's name and its lines."""
+    name, lines = "", list[str]()
+    for line in path.read_text(encoding="utf-8").splitlines():
+        if not line.strip() or line.startswith("#"):
+            continue
+        if line.startswith("["):
+            if name:
+                yield name, lines
+            name, lines = line.strip("[] "), []
+        elif name:
+            lines.append(line)
+        else:
+            raise FaultListError(f"{path.name}: {line!r} comes before the first [name]")
+    if name:
+        yield name, lines
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What tests did.
+
+    Attributes:
+        code: pytest's exit code; None if they were stopped after the timeout.
+        output: theirs.
+        seconds: how long they took.
+    """
+
+    code: int | None
+    output: str
+    seconds: float
+
+    @property
+    def failed_test(self) -> str:
+        found = re.search(r"^(?:FAILED|ERROR) (.+?)(?: - |$)", self.output, re.MULTILINE)
+        return found[1] if found else ""
+
+    @property
+    def explanation(self) -> str:
+        """Why they neither passed nor failed."""
+        if self.code is None:
+            return "the tests hung"
+        lines = self.output.strip().splitlines()
+        return f"pytest ended with exit code {self.code}:\n    " + "\n    ".join(lines[-15:])
+
+
+@dataclass
+class Copy:
+    """A copy of the repository, in which one fault at a time is planted."""
+
+    root: Path
+    processes: set[subprocess.Popen] = field(default_factory=set)
+
+    @classmethod
+    def of(cls, source: Path, root: Path) -> "Copy":
+        root.mkdir()
+        for path in [path for pattern in _COPIED for path in source.glob(pattern)]:
+            if path.is_dir():
+                shutil.copytree(path, root / path.name, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
+            else:
+                shutil.copy2(path, root)
+        copy = cls(root)
+        # Bytecode that is compared with its source by content: a planted file can have the size and time of the other.
+        package = [str(path) for path in (root / "nanovllm", root / "tests") if path.is_dir()]
+        copy._call("-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *package)
+        where = "import importlib.util; print(importlib.util.find_spec('nanovllm').origin)"
+        origin = copy._call("-c", where).strip()
+        if not Path(origin).is_relative_to(root.resolve()):
+            raise RuntimeError(f"tests of the copy would import {origin}")
+        return copy
+
+    def _call(self, *arguments: str) -> str:
+        options = {"cwd": self.root, "env": self._environment(), "text": True, "check": True}
+        return subprocess.run([sys.executable, *arguments], stdout=subprocess.PIPE, **options).stdout
+
+    def _environment(self) -> dict[str, str]:
+        # PYTHONPATH reaches the processes that tests start too.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+        return own | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+
+    @contextmanager
+    def planted(self, fault: Fault) -> Iterator[None]:
+        path, text = self.root / fault.file, fault.planted(self.root)
+        before = path.read_bytes()
+        path.write_text(text, encoding="utf-8")
+        try:
+            yield
+        finally:
+            path.write_bytes(before)
+
+    def test(self, targets: Iterable[str], timeout: float) -> Outcome:
+        start = time.monotonic()
+        command = [sys.executable, *_PYTEST, f"--basetemp={self.root.with_suffix('.tmp')}", *targets]
+        options = {"cwd": self.root, "env": self._environment(), "text": True, "start_new_session": True}
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
+        self.processes.add(process)
+        try:
+            output, code = process.communicate(timeout=timeout)[0], process.returncode
+        except subprocess.TimeoutExpired:
+            self.stop()
+            output, code = process.communicate()[0], None
+        finally:
+            self.stop()  # Processes that tests have started may outlive them.
+            self.processes.discard(process)
+        return Outcome(code, output, time.monotonic() - start)
+
+    def stop(self) -> None:
+        for process in list(self.processes):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+class Copies:
+    """Copies of a repository, in which faults are planted side by side."""
+
+    def __init__(self, root: Path, folder: Path, num_copies: int, timeout: float):
+        self.timeout = timeout
+        self._copies = [Copy.of(root, folder / f"copy-{i}") for i in range(num_copies)]
+        self._free: SimpleQueue[Copy] = SimpleQueue()
+        for copy in self._copies:
+            self._free.put(copy)
+        self._is_stopped = threading.Event()
+
+    def each(self, function: Callable[[Copy, T], R], items: Sequence[T]) -> Iterator[tuple[T, R]]:
+        """(item, result) as they are ready, of calls in a copy each."""
+
+        def call(item: T) -> tuple[T, R]:
+            copy = self._free.get()
+            try:
+                if self._is_stopped.is_set():
+                    raise KeyboardInterrupt
+                return item, function(copy, item)
+            finally:
+                self._free.put(copy)
+
+        with ThreadPoolExecutor(len(self._copies)) as pool:
+            try:
+                for future in as_completed([pool.submit(call, item) for item in items]):
+                    yield future.result()
+            except BaseException:
+                self._is_stopped.set()
+                for copy in self._copies:
+                    copy.stop()
+                raise
+
+    def check_unplanted(self, faults: Sequence[Fault]) -> None:
+        """Print how long the tests take without a fault, a file at a time. Raises FaultListError if some fail."""
+        of_files: dict[str, dict[str, None]] = {}
+        for target in (target for fault in faults for target in fault.tests):
+            of_files.setdefault(target.partition("::")[0], {})[target] = None
+        targets = [(file,) if file in names else tuple(names) for file, names in of_files.items()]
+        wrong = []
+        for tests, outcome in self.each(lambda copy, tests: copy.test(tests, len(tests) * self.timeout), targets):
+            is_right, file = outcome.code == _PASSED, tests[0].partition("::")[0]
+            print(f"{outcome.seconds:5.1f} s  {'passed   ' if is_right else 'FAILED   '} {file}", flush=True)
+            if not is_right:
+                what = f"{outcome.failed_test} fails" if outcome.code == _FAILED else outcome.explanation
+                wrong.append(f"{file}: {what}")
+        if wrong:
+            raise FaultListError("without a fault, tests must pass:\n" + "\n".join(wrong))
+
+    def plant(self, faults: Sequence[Fault]) -> Iterator[tuple[Fault, Outcome]]:
+        def plant(copy: Copy, fault: Fault) -> Outcome:
+            with copy.planted(fault):
+                return copy.test(fault.tests, self.timeout)
+
+        return self.each(plant, faults)
+
+
+def check_all(faults: Sequence[Fault], root: Path) -> None:
+    """Raises FaultListError for all faults that do not fit the code."""
+    wrong = []
+    for fault in faults:
+        try:
+            fault.check(root)
+        except FaultListError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise FaultListError("\n".join(wrong))
+
+
+def run(faults: Sequence[Fault], root: Path, jobs: int, timeout: float, has_baseline: bool) -> bool:
+    """Plant the faults, and print what comes of each. Returns whether all are noticed. Raises FaultListError."""
+    check_all(faults, root)
+    survived, wrong = [], []
+    with tempfile.TemporaryDirectory(prefix="planted-faults-") as folder:
+        copies = Copies(root, Path(folder), min(jobs, len(faults)), timeout)
+        if has_baseline:
+            print("without a fault:", flush=True)
+            copies.check_unplanted(faults)
+        print("with faults:", flush=True)
+        for fault, outcome in copies.plant(faults):
+            if outcome.code == _FAILED or (outcome.code is None and fault.hangs):
+                verdict = f"noticed   {fault.name}  by {outcome.failed_test or 'a hang'}"
+            elif outcome.code == _PASSED:
+                verdict = f"SURVIVED  {fault.name}  ({' '.join(fault.tests)})"
+                survived.append(fault.name)
+            else:
+                verdict = f"ERROR     {fault.name}: {outcome.explanation}"
+                wrong.append(fault.name)
+            print(f"{outcome.seconds:5.1f} s  {verdict}", flush=True)
+    summary = [f"{len(faults) - len(survived) - len(wrong)} of {len(faults)} planted faults noticed"]
+    summary += [f"{what}: {', '.join(names)}" for what, names in (("survived", survived), ("errors", wrong)) if names]
+    print("; ".join(summary))
+    return not survived and not wrong
+
+
+def chosen(faults: Sequence[Fault], names: Sequence[str], sample: int | None, seed: int | None) -> list[Fault]:
+    """The faults of these names, or all; of them a sample. Raises FaultListError for an unknown name."""
+    known = {fault.name: fault for fault in faults}
+    if unknown := [name for name in names if name not in known]:
+        raise FaultListError(f"there is no fault {', '.join(unknown)}; --list shows all")
+    found = [known[name] for name in dict.fromkeys(names or known)]
+    if sample is None:
+        return found
+    seed = random.randrange(2**16) if seed is None else seed
+    print(f"a sample of {min(sample, len(found))} of {len(found)} faults, --seed {seed}", flush=True)
+    return random.Random(seed).sample(found, min(sample, len(found)))
+
+
+def _positive(text: str) -> int:
+    if int(text) < 1:
+        raise ValueError
+    return int(text)
+
+
+def main(arguments: Sequence[str] | None = None, root: Path = ROOT, path: Path = FAULTS) -> int:
+    parser = argparse.ArgumentParser(description="Plant faults in a copy of the repository; tests must notice each.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to plant (all)")
+    parser.add_argument("--list", action="store_true", help="show the faults, and plant none")
+    parser.add_argument("--sample", type=_positive, metavar="N", help="plant N of them, chosen at random")
+    parser.add_argument("--seed", type=int, metavar="S", help="of the choice")
+    parser.add_argument(
+        "--jobs", type=_positive, default=1, metavar="N", help="copies that are tested side by side (1)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=120, metavar="S", help="seconds for the tests of a fault (120)"
+    )
+    parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a fault first")
+    options = parser.parse_args(arguments)
+    try:
+        faults = chosen(read_faults(path), options.names, options.sample, options.seed)
+        if options.list:
+            for fault in faults:
+                print(f"{fault.name}  {fault.file}  {' '.join(fault.tests)}")
+            return 0
+        return 0 if run(faults, root, options.jobs, options.timeout, not options.no_baseline) else 1
+    except FaultListError as error:
+        print(f"planted_faults: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())
