@@ -35,6 +35,12 @@ def scheduled(draw):
     return seqs, block_size
 
 
+def four_tokens() -> Sequence:
+    seq = Sequence([7] * 4, seed=0)
+    seq.block_size = 4
+    return seq
+
+
 def prefill(seqs: list[Sequence], block_size: int) -> Step:
     step = Step(seqs, True, len(seqs))
     write_prefill(step, block_size)
@@ -231,8 +237,8 @@ def test_padding_rows_read_and_write_nothing():
 
 def test_a_row_has_its_sequences_blocks_as_their_table_grows_and_is_replaced():
     inputs = DecodeInputs(2, 4, 4, torch.device("cpu"), planning_backend(2, 2))
-    seq, other = (Sequence(i, [7] * 4, SamplingParams(), 4) for i in range(2))
-    seq.is_prefilling = other.is_prefilling = False
+    seq, other = (four_tokens() for i in range(2))
+    seq.is_prefill = other.is_prefill = False
     seq.block_table, other.block_table = [5], [9]
 
     def check(*rows: Sequence) -> None:
@@ -250,7 +256,7 @@ def test_a_row_has_its_sequences_blocks_as_their_table_grows_and_is_replaced():
     check(other, seq)
     seq.block_table = [2, 6]  # After a preemption.
     check(other, seq)
-    seq.tokens = seq.tokens[:3]
+    seq.token_ids, seq.num_tokens, seq.last_token = seq.token_ids[:3], 3, 7
     seq.block_table = [1]
     check(seq)
 
@@ -258,13 +264,13 @@ def test_a_row_has_its_sequences_blocks_as_their_table_grows_and_is_replaced():
 def test_a_row_of_a_prompt_is_another_sequences_in_the_next_step():
     """It had the prompt's blocks, not those of the sequence that had this row before."""
     inputs = DecodeInputs(3, 4, 4, torch.device("cpu"), planning_backend(6, 2), mixed_step_rows=6)
-    seqs = [Sequence(i, [7] * 4, SamplingParams(), 4) for i in range(3)]
+    seqs = [four_tokens() for i in range(3)]
     for i, seq in enumerate(seqs):
-        seq.is_prefilling, seq.block_table, seq.num_cached_tokens, seq.num_scheduled_tokens = False, [i], 3, 1
+        seq.is_prefill, seq.block_table, seq.num_cached_tokens, seq.num_scheduled_tokens = False, [i], 3, 1
     decode(inputs, seqs, 3)
-    seqs[1].is_prefilling, seqs[1].num_cached_tokens, seqs[1].num_scheduled_tokens = True, 0, 4
+    seqs[1].is_prefill, seqs[1].num_cached_tokens, seqs[1].num_scheduled_tokens = True, 0, 4
     decode(inputs, seqs[:2], 5)  # The prompt's other tokens have rows from the third on.
-    seqs[1].is_prefilling = False
+    seqs[1].is_prefill = False
     inputs.send(decode(inputs, seqs, 3))
     assert inputs.for_model(3, 3).context.block_tables[:, 0].tolist() == [0, 1, 2]
 

@@ -36,7 +36,7 @@ def test_stop_tokens_of_a_request_come_beside_those_of_the_model(ignore_eos, tok
     if ignore_eos:
         step(scheduler, token=EOS)
     step(scheduler, token=token)
-    assert (seq.finish_reason, seq.stop_reason) == ("stop", stop_reason)
+    assert (seq.completion.finish_reason, seq.completion.stop_reason) == ("stop", stop_reason)
 
 
 def test_an_end_of_sequence_token_in_the_prompt_ends_nothing():

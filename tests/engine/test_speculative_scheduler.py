@@ -23,8 +23,8 @@ def scheduler(monkeypatch):
     )
     options = {"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 100, "supported_model_len": None}
     options |= {"kvcache_block_size": SIZE, "eos": [EOS], "enable_prefix_caching": False, "overlap_steps": False}
-    config = SimpleNamespace(**options, max_speculative_tokens=4)
-    return SpeculativeScheduler(config, 100, step_times=StepTimes([1, 16], [1.0, 1.0]))
+    config = SimpleNamespace(**options, max_speculative_tokens=4, num_kvcache_blocks=100)
+    return SpeculativeScheduler(config, StepTimes([1, 16], [1.0, 1.0]))
 
 
 def begin(scheduler, *seqs: Sequence) -> Step:
@@ -32,7 +32,7 @@ def begin(scheduler, *seqs: Sequence) -> Step:
     step = scheduler.schedule()
     assert step.seqs == list(seqs)
     scheduler.advance(step)
-    assert scheduler.postprocess(step, [11] * len(seqs)) == []
+    assert scheduler.record(step, [11] * len(seqs)) == []
     step = scheduler.schedule()
     scheduler.advance(step)
     return step
@@ -46,10 +46,10 @@ def test_each_sequence_gets_the_right_tokens_and_the_one_after_them(scheduler):
     seqs = [add(scheduler, PROMPT) for _ in range(3)]
     step = begin(scheduler, *seqs)
     assert proposed(step) == [[12, 13, 14, 15]] * 3
-    assert [row.tokens[-1] for row in step.rows] == [11, 12, 13, 14, 15] * 3
+    assert [row.last_token for row in step.rows] == [11, 12, 13, 14, 15] * 3
     # All four are right; the first two; none.
     drawn = [[12, 13, 14, 15, 70], [12, 13, 71, 15, 72], [73, 13, 14, 15, 74]]
-    assert scheduler.postprocess(step, [token for tokens in drawn for token in tokens]) == []
+    assert scheduler.record(step, [token for tokens in drawn for token in tokens]) == []
     expected = [[11, 12, 13, 14, 15, 70], [11, 12, 13, 71], [11, 73]]
     assert [seq.completion_token_ids for seq in seqs] == expected
     assert [seq.num_cached_tokens for seq in seqs] == [seq.num_tokens - 1 for seq in seqs]
@@ -66,8 +66,8 @@ def test_nothing_follows_an_end(scheduler, place):
     own, _ = proposed(step)
     right = [12, 13, 14, 15, 70][:place]
     drawn = [*right, EOS, *own[place + 1 :], 99][: len(own) + 1]
-    assert scheduler.postprocess(step, [*drawn, 12, 71, 14, 15, 72]) == [seq]
-    assert (seq.completion_token_ids, seq.finish_reason) == ([11, *right, EOS], "stop")
+    assert scheduler.record(step, [*drawn, 12, 71, 14, 15, 72]) == [seq]
+    assert (seq.completion_token_ids, seq.completion.finish_reason) == ([11, *right, EOS], "stop")
     assert other.completion_token_ids == [11, 12, 71]
     assert list(scheduler.running) == [other]
     scheduler.abort()
@@ -80,10 +80,10 @@ def test_no_token_is_proposed_that_the_length_leaves_no_room_for(scheduler, max_
     step = begin(scheduler, seq)
     count = min(4, max_tokens - 2)
     assert proposed(step) == ([[12, 13, 14, 15][:count]] if count else [])
-    finished = scheduler.postprocess(step, [*[12, 13, 14, 15][:count], 70])
+    finished = scheduler.record(step, [*[12, 13, 14, 15][:count], 70])
     assert seq.completion_token_ids == [11, *[12, 13, 14, 15][:count], 70]
     assert finished == ([seq] if count == max_tokens - 2 else [])
-    assert seq.finish_reason == ("length" if finished else None)
+    assert seq.completion.finish_reason == ("length" if finished else None)
 
 
 def test_samples_propose_what_one_of_them_said_and_no_more(scheduler):
@@ -92,7 +92,7 @@ def test_samples_propose_what_one_of_them_said_and_no_more(scheduler):
     first = add(scheduler, [20, 21], max_tokens=3)
     step = begin(scheduler, first)
     for token in (12, 13):
-        scheduler.postprocess(step, [token])
+        scheduler.record(step, [token])
         if token == 12:
             step = scheduler.schedule()
             scheduler.advance(step)
