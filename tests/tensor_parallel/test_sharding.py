@@ -128,7 +128,7 @@ def test_the_ranks_parts_of_a_product_are_the_product_with_one_bias(size):
     weight, bias, x = torch.randn(7, 16), torch.randn(7), torch.randn(3, 16)
     total = torch.zeros(3, 7)
     for rank in range(size):
-        layer = RowParallelLinear(16, 7, True, TensorParallel(rank, size), Matmul())
+        layer = RowParallelLinear(16, 7, True, tp=TensorParallel(rank, size), matmul=Matmul())
         for param, whole in ((layer.weight, weight), (layer.bias, bias)):
             param.weight_loader(param, whole)
         columns = 16 // size
