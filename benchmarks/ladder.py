@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--rung", choices=RUNGS, nargs="+", default=list(RUNGS))
     parser.add_argument("--json", type=Path, help="write all figures there")
     args = parser.parse_args()
-    require_gpus(1)
+    require_gpus(parser)
     if len(args.rung) == 1:
         found = measure(args.model, args.rung[0], args.workload, args.passes)
         if args.json:
