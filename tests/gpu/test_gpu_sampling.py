@@ -9,7 +9,7 @@ import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from sampling_reference import complete_alone, completions, run
 
-from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.sampling.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -48,7 +48,7 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
     params = [SamplingParams(seed=i, **each) for i, each in enumerate(fields)]
     generator = torch.Generator().manual_seed(0)
     config = SimpleNamespace(
-        hf_config=SimpleNamespace(vocab_size=vocab_size), max_num_seqs=32, eos=(5, 7), logprobs_mode="raw_logprobs"
+        hf_config=SimpleNamespace(vocab_size=vocab_size), max_decode_rows=32, eos=(5, 7), logprobs_mode="raw_logprobs"
     )
     pipelines = {name: SamplingPipeline(config, torch.device(name)) for name in ("cpu", "cuda")}
     seqs = [decoding(i + 1, each, vocab_size) for i, each in enumerate(params)]
@@ -105,7 +105,7 @@ def requests(base):
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def gpu_llm(path, **options):
+def gpu_llm(path, **options) -> LLM:
     defaults = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "max_num_seqs": 8}
     return make_llm(path, **defaults | options)
 
@@ -138,9 +138,9 @@ def test_a_plain_batch_captures_nothing_more(base, requests):
         steps = llm.model_runner.logit_steps
         assert complete(llm, plain, greedy(12)) == base[1].greedy(plain, 12)
         assert steps.pipeline is steps.logits is None
-        assert not steps.graphs.sizes
+        assert not any(graphs.sizes for graphs in steps.graphs.values())
         assert complete(llm, prompts[:1], params[:1]) == expected[:1]
-        assert list(steps.graphs._graphs) == [1]
+        assert {key: list(graphs._graphs) for key, graphs in steps.graphs.items()} == {False: [1], True: []}
         # Beside others, and alone again: the graphs share their memory.
         assert complete(llm, [*plain, *prompts], [greedy(12)] * 3 + params)[3:] == expected
         assert complete(llm, plain, greedy(12)) == base[1].greedy(plain, 12)
