@@ -38,6 +38,7 @@ from checkpoints import (
 from gpu_engines import gpu_llm
 from gpus import pretend_gpu
 
+from nanovllm import LLM
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.utils.context import get_context
 
@@ -177,7 +178,7 @@ def next_token(position):
 
 
 @torch.inference_mode()
-def layer_outputs(llm) -> list[torch.Tensor]:
+def layer_outputs(llm: LLM) -> list[torch.Tensor]:
     """The residual stream after each layer, then the log-probabilities: float32 [num_rows, ...], of the rows of all
     steps in order. The last layer has no rows but those that get a token."""
     runner = llm.model_runner
@@ -194,7 +195,7 @@ def layer_outputs(llm) -> list[torch.Tensor]:
 
     for i, layer in enumerate(runner.model.model.layers):
         layer.register_forward_hook(lambda module, args, hidden, i=i: record_layer(i, hidden.residual))
-    runner.sampler = sampler
+    vars(runner)["sampler"] = sampler
     complete(llm, PROMPTS, greedy(DECODE_STEPS + 1))
     return [torch.cat(rows) for rows in outputs]
 

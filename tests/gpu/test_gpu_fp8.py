@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 
 from products import FP8, dequantized, experts_sum, problem, quantized
 
+from nanovllm import LLM
 from nanovllm.kernels.experts.experts import route_torch
 from nanovllm.kernels.matmul import fp8 as fp8_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
@@ -193,7 +194,7 @@ def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num
     assert distance((found - out)[lens > 0], total[lens > 0]) < max_distance
 
 
-def logprobs(llm, prompts, outputs) -> torch.Tensor:
+def logprobs(llm: LLM, prompts, outputs) -> torch.Tensor:
     return torch.tensor([each["logprobs"] for each in llm.score(prompts, outputs, use_tqdm=False)])
 
 

@@ -9,8 +9,9 @@ import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
 from sampling_reference import complete_alone, completions, run
 
-from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm import LLM, SamplingParams, StructuredOutputsParams
 from nanovllm.engine.requests.results import completion_logprobs
+from nanovllm.engine.runner.cuda_graphs import StepKind
 from nanovllm.engine.sampling.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -49,7 +50,7 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
     params = [SamplingParams(seed=i, **each) for i, each in enumerate(fields)]
     generator = torch.Generator().manual_seed(0)
     config = SimpleNamespace(
-        hf_config=SimpleNamespace(vocab_size=vocab_size), max_num_seqs=32, eos=(5, 7), logprobs_mode="raw_logprobs"
+        hf_config=SimpleNamespace(vocab_size=vocab_size), max_decode_rows=32, eos=(5, 7), logprobs_mode="raw_logprobs"
     )
     pipelines = {name: SamplingPipeline(config, torch.device(name)) for name in ("cpu", "cuda")}
     seqs = [decoding(i + 1, each, vocab_size) for i, each in enumerate(params)]
@@ -106,7 +107,7 @@ def requests(base):
     return [list(each) for each in zip(*found, strict=True)]
 
 
-def gpu_llm(path, **options):
+def gpu_llm(path, **options) -> LLM:
     defaults = {"device": "cuda", "dtype": "float32", "attention_backend": "triton", "max_num_seqs": 8}
     return make_llm(path, **defaults | options)
 
@@ -136,12 +137,14 @@ def test_a_plain_batch_captures_nothing_more(base, requests):
     prompts, params, expected = requests
     plain = base[1].draw_prompts((12, 40, 5), 12)
     with gpu_llm(base[0]) as llm:
-        steps = llm.model_runner.logit_steps
+        steps, graphs = llm.model_runner.logit_steps, llm.model_runner.step_graphs
         assert complete(llm, plain, greedy(12)) == base[1].greedy(plain, 12)
-        assert steps.pipeline is steps.logits is None
-        assert not steps.graphs.sizes
+        assert steps.pipeline is graphs.logits is None
+        assert not any(kind.gives_logits for kind in graphs)
         assert complete(llm, prompts[:1], params[:1]) == expected[:1]
-        assert list(steps.graphs._graphs) == [1]
+        assert {kind: list(graphs[kind].graphs) for kind in graphs if kind.gives_logits} == {
+            StepKind(gives_logits=True): [1]
+        }
         # Beside others, and alone again: the graphs share their memory.
         assert complete(llm, [*plain, *prompts], [greedy(12)] * 3 + params)[3:] == expected
         assert complete(llm, plain, greedy(12)) == base[1].greedy(plain, 12)

@@ -8,7 +8,6 @@ import torch
 from checkpoints import (
     assert_idle,
     complete,
-    complete_by_steps,
     edit_tensors,
     greedy,
     make_checkpoint,
@@ -43,22 +42,27 @@ def path(tmp_path_factory):
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint"), num_attention_heads=4, num_key_value_heads=2)
 
 
+def decided(llm, prompts: list[list[int]], num_tokens: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts like these of which no token is a near tie, and their completions, one request at a time."""
+    params = greedy(num_tokens, logprobs=2)
+    found, completions = [], []
+    for prompt in prompts:
+        while True:
+            (output,) = llm.generate([prompt], params, use_tqdm=False)
+            pairs = [sorted(entry.values(), reverse=True)[:2] for entry in output["logprobs"]]
+            if all(first - second > MARGIN for first, second in pairs):
+                break
+            prompt = [*prompt[:-1], (prompt[-1] + 1) % 300]
+        found.append(prompt)
+        completions.append(output["token_ids"])
+    return found, completions
+
+
 @pytest.fixture(scope="module")
 def alone(path):
-    """Prompts, of which no token was a near tie, and their completions, one request at a time in a fresh engine."""
-    params = greedy(NUM_TOKENS, logprobs=2)
-    prompts, completions = [], []
+    """`decided` in a fresh engine."""
     with make_fp8(path, enable_prefix_caching=False) as llm:
-        for prompt in PROMPTS:
-            while True:
-                (output,) = llm.generate([prompt], params, use_tqdm=False)
-                pairs = [sorted(found.values(), reverse=True)[:2] for found in output["logprobs"]]
-                if all(first - second > MARGIN for first, second in pairs):
-                    break
-                prompt = [*prompt[:-1], (prompt[-1] + 1) % 300]
-            prompts.append(prompt)
-            completions.append(output["token_ids"])
-    return prompts, completions
+        return decided(llm, PROMPTS, NUM_TOKENS)
 
 
 @pytest.mark.slow
@@ -124,10 +128,10 @@ def test_layers_with_a_window(tmp_path):
     path = make_checkpoint(tmp_path, **fields)
     with make_fp8(path) as llm:
         assert {layer.window for layer in llm.model_runner.kv_store.layers} == {None, 20}
-        together, _ = complete_by_steps(llm, PROMPTS, greedy(4))
+        prompts, completions = decided(llm, PROMPTS, 4)
+        assert complete(llm, prompts, greedy(4)) == completions
     with make_fp8(path, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:
-        chunked, _ = complete_by_steps(llm, PROMPTS, greedy(4))
-    assert together == chunked
+        assert complete(llm, prompts, greedy(4)) == completions
 
 
 def test_twice_the_tokens_in_the_same_memory(path):
@@ -204,12 +208,12 @@ def test_scales_of_the_checkpoint(tmp_path, caplog, name, shape):
     )
     with caplog.at_level(logging.INFO), make_fp8(path) as llm:
         assert torch.equal(scales_of(llm), expected)
-        first = complete(llm, PROMPTS[:2], greedy(4))
+        prompts, completions = decided(llm, PROMPTS[:2], 4)
     assert "KV cache scales: the checkpoint" in caplog.text
     if shape == (2, 1, 1):
         with make_fp8(path, tensor_parallel_size=2, kv_cache_scales="checkpoint") as llm:
             assert torch.equal(scales_of(llm), expected[:, :, :1])
-            assert complete(llm, PROMPTS[:2], greedy(4)) == first
+            assert complete(llm, prompts, greedy(4)) == completions
     with make_fp8(path, kv_cache_scales="one") as llm:
         assert (scales_of(llm) == 1).all()
     with make_llm(path) as llm:  # A cache of the model's dtype has no use for them.

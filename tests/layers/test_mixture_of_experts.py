@@ -142,8 +142,10 @@ def test_every_candidate_with_weights_in_fp8(kernels_everywhere, choice):
         layer.add(residual, Normed(residual, norm), norm)
     found = residual.float() - before.float()
     assert asked == [choice.candidate]
-    # What reads inputs as they are differs by the rounding of these, which is 3 % of each product.
-    assert (found - total).norm() < (0.08 if choice.candidate == ExpertsGemv.name else 1e-4) * total.norm()
+    # What reads inputs as they are differs by the rounding of these, which is 3 % of each product. Otherwise sums in
+    # another order may round an input of the second product to the next e4m3 number. That changes one of a pair's 32
+    # inputs by an eighth at most: the pair's result by 1 / 8 / sqrt(32), and the sum of 14 pairs by 0.006 of its norm.
+    assert (found - total).norm() < (0.08 if choice.candidate == ExpertsGemv.name else 0.01) * total.norm()
 
 
 @pytest.mark.parametrize("failing_call", [1, 2])

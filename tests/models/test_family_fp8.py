@@ -3,7 +3,15 @@
 import pytest
 import torch
 from checkpoints import complete, edit_json, greedy, make_checkpoint, make_llm, needs_family, random_prompt
-from fp8_checkpoints import BLOCK_SIZES, BLOCKS, CHANNELS, quantize_checkpoint, reference_logprobs, scored
+from fp8_checkpoints import (
+    BLOCK_SIZES,
+    BLOCKS,
+    TOLERANCE,
+    assert_scores_like_the_reference,
+    many_scores,
+    quantize_checkpoint,
+    short_scores,
+)
 from products import dequantized
 
 from nanovllm.layers.formats.fp8 import Fp8
@@ -48,11 +56,7 @@ every_family = pytest.mark.parametrize("family", [pytest.param(name, marks=needs
 @every_family
 def test_weights_and_inputs_are_rounded_and_nothing_else(family, tmp_path):
     path = make_checkpoint(tmp_path, family=family, **SHAPE | FAMILIES[family])
-    with make_llm(path, quantization="fp8") as llm:
-        found = scored(llm, PROMPT, COMPLETION)
-    expected, unrounded = (reference_logprobs(path, PROMPT, COMPLETION, with_inputs=rounds) for rounds in (True, False))
-    # Sums in another order may move an input over the edge between two e4m3 numbers, a few times in a prompt.
-    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
+    assert_scores_like_the_reference(path, path, PROMPT, COMPLETION, quantization="fp8")
 
 
 # One of each way in which weights are divided; the others divide theirs as one of these.
@@ -63,15 +67,15 @@ DIVIDED = ("qwen3", "phi3", "olmo2", "granite", "gemma4_text", "qwen3_next", "qw
 def test_two_ranks_with_an_fp8_cache(family, tmp_path):
     path = make_checkpoint(tmp_path, family=family, **SHAPE | FAMILIES[family])
     with make_llm(path) as llm:
-        plain = scored(llm, PROMPT, COMPLETION)
+        plain = many_scores(llm)
     errors = []
     for num_ranks in (1, 2):
         options = {"quantization": "fp8", "kv_cache_dtype": "fp8", "tensor_parallel_size": num_ranks}
         with make_llm(path, **options) as llm:
-            errors.append((scored(llm, PROMPT, COMPLETION) - plain).norm())
+            errors.append((many_scores(llm) - plain).norm())
             assert len(complete(llm, [PROMPT], greedy(4))[0]) == 4
     # Each rank has scales for its own columns, so the ranks round in other places, but no more.
-    assert 0.5 * errors[0] < errors[1] < 1.5 * errors[0]
+    assert 0.75 * errors[0] < errors[1] < 1.25 * errors[0]
 
 
 @pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
@@ -79,29 +83,19 @@ def test_factors_of_weights_that_are_stored_in_fp8(tmp_path, in_blocks):
     """Their scales have them, since e4m3 numbers cannot. The bias has it as ever."""
     sizes = BLOCK_SIZES if in_blocks else {}
     fields = SHAPE | FAMILIES["granite"] | sizes | {"attention_bias": True}
-    path = make_checkpoint(tmp_path, family="granite", **fields)
-    options = {"in_blocks": in_blocks}
-    expected, unrounded = (
-        reference_logprobs(path, PROMPT, COMPLETION, with_inputs=rounds, **options) for rounds in (True, False)
-    )
+    plain, path = (make_checkpoint(tmp_path / name, family="granite", **fields) for name in ("plain", "quantized"))
     quantize_checkpoint(path, in_blocks)
-    edit_json(path / "config.json", quantization_config=BLOCKS if in_blocks else CHANNELS)
-    with make_llm(path) as llm:
-        found = scored(llm, PROMPT, COMPLETION)
-    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
+    assert_scores_like_the_reference(path, plain, PROMPT, COMPLETION, in_blocks)
 
 
 def test_experts_in_blocks(tmp_path):
     sizes = {"hidden_size": 128, "head_dim": 64, "intermediate_size": 384, "moe_intermediate_size": 256}
-    path = make_checkpoint(tmp_path, family="qwen3_moe", **SHAPE | FAMILIES["qwen3_moe"] | sizes)
-    expected = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True)
-    unrounded = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True, with_inputs=False)
+    fields = SHAPE | FAMILIES["qwen3_moe"] | sizes
+    plain, path = (make_checkpoint(tmp_path / name, family="qwen3_moe", **fields) for name in ("plain", "quantized"))
     quantize_checkpoint(path, in_blocks=True)
     names = [f"model.layers.1.{name}" for name in ("mlp.gate", "input_layernorm")]
     edit_json(path / "config.json", quantization_config=BLOCKS | {"modules_to_not_convert": ["lm_head", *names]})
-    with make_llm(path) as llm:
-        found = scored(llm, PROMPT, COMPLETION)
-    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
+    assert_scores_like_the_reference(path, plain, PROMPT, COMPLETION, in_blocks=True)
 
 
 @needs_family("qwen3_5_moe_text")
@@ -110,17 +104,14 @@ def test_hybrids_in_blocks(family, tmp_path):
     """As published: the gates of linear attention and of the shared expert are not quantized."""
     sizes = {"hidden_size": 128, "head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128}
     sizes |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128, "intermediate_size": 128}
-    path = make_checkpoint(tmp_path, family=family, **SHAPE | HYBRID | SHARED_EXPERT | sizes)
-    expected = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True)
-    unrounded = reference_logprobs(path, PROMPT, COMPLETION, in_blocks=True, with_inputs=False)
+    fields = SHAPE | HYBRID | SHARED_EXPERT | sizes
+    plain, path = (make_checkpoint(tmp_path / name, family=family, **fields) for name in ("plain", "quantized"))
     quantize_checkpoint(path, in_blocks=True)
     gates = ["in_proj_a", "in_proj_b", "in_proj_ba", "conv1d"]
     names = [f"model.layers.0.linear_attn.{gate}" for gate in gates] + ["model.layers.0.mlp.shared_expert_gate"]
     ignored = {"modules_to_not_convert": ["lm_head", "model.visual", "mtp.fc", "model.layers.0.mlp.gate", *names]}
     edit_json(path / "config.json", quantization_config=BLOCKS | ignored)
-    with make_llm(path) as llm:
-        found = scored(llm, PROMPT, COMPLETION)
-    assert (found - expected).norm() < 0.2 * (unrounded - expected).norm()
+    assert_scores_like_the_reference(path, plain, PROMPT, COMPLETION, in_blocks=True)
 
 
 def test_blocks_of_experts_that_ranks_would_cut(tmp_path):
@@ -150,11 +141,9 @@ def test_blocks_of_fused_tensors(tmp_path):
     """Those of Phi-3, whose checkpoints hold q, k and v as one tensor, and gate and up as another."""
     sizes = {"hidden_size": 512, "head_dim": 128, "intermediate_size": 256}
     path = make_checkpoint(tmp_path, family="phi3", **SHAPE | sizes)
-    with make_llm(path) as llm:
-        plain = scored(llm, PROMPT, COMPLETION)
     quantize_checkpoint(path, in_blocks=True)
-    with make_llm(path) as llm:
-        one_rank = scored(llm, PROMPT, COMPLETION)
-    with make_llm(path, tensor_parallel_size=2) as llm:
-        two_ranks = scored(llm, PROMPT, COMPLETION)
-    assert (two_ranks - one_rank).norm() < 0.3 * (one_rank - plain).norm()
+    found = []
+    for num_ranks in (1, 2):
+        with make_llm(path, tensor_parallel_size=num_ranks) as llm:
+            found.append(short_scores(llm))
+    assert (found[1] - found[0]).abs().amax(1).median() < TOLERANCE
