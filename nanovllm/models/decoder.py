@@ -91,8 +91,9 @@ class DecoderAttention(nn.Module):
             shards = {None: (num_heads,)}
             self.sinks = make_parameter((self.num_heads,), shards, self.load_sinks, Unquantized())
         scale = self.head_dim**-0.5 if spec.attention_scale is None else spec.attention_scale
-        sizes = self.num_heads, self.head_dim, scale, self.num_kv_heads
-        self.attn = Attention(*sizes, backend, spec.window(layer), self.sinks)
+        self.attn = Attention(
+            self.num_heads, self.head_dim, scale, self.num_kv_heads, backend, spec.window(layer), self.sinks
+        )
 
     def forward(self, positions: torch.Tensor, hidden: Normed, rows: Rows | None = None) -> torch.Tensor:
         """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
