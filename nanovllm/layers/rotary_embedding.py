@@ -8,7 +8,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from nanovllm.kernels.attention.rotary_embedding import apply_rotary_emb, rotary_embedding
+from nanovllm.kernels.attention.qk_norm_rope import apply_rotary_emb
+from nanovllm.kernels.attention.rotary_embedding import rotary_embedding
 from nanovllm.layers.rope_parameters import RopeParameters, rope_parameters
 
 __all__ = ["RotaryEmbedding", "apply_rotary_emb", "get_rope"]

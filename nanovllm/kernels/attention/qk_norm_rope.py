@@ -6,7 +6,6 @@ from torch import Tensor, float8_e4m3fn
 from nanovllm.kernels import use_kernels
 from nanovllm.kernels.attention.kv_quantization import quantize_kv, round_to_cache
 from nanovllm.kernels.attention.paged_cache import check_scales
-from nanovllm.kernels.attention.rotary_embedding import apply_rotary_emb
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.rms_norm import rms_norm_torch
@@ -226,6 +225,16 @@ def qk_norm_rope_store_torch(
                 round_to_cache(x, kv_scales[part])
                 held = quantize_kv(x, kv_scales[part])
             cache.view(-1, *x.shape[1:])[slots] = held[stored]
+
+
+def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (i, i + rotary_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
+    once. cos, sin: float32 `[num_tokens, 1, rotary_dim / 2]`. The dimensions from rotary_dim on stay as they are.
+    Returns a tensor of x's shape and dtype."""
+    rotary_dim = 2 * cos.shape[-1]
+    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
 def qk_norm_rope_store_triton(

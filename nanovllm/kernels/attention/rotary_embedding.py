@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels import use_kernels
+from nanovllm.kernels.attention.qk_norm_rope import apply_rotary_emb
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
 
@@ -65,16 +66,6 @@ def rotary_embedding(
     """
     function = rotary_embedding_triton if use_kernels(q) else rotary_embedding_torch
     return function(positions, q, k, cos_sin_cache, query_scales)
-
-
-def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the pairs (i, i + rotary_dim / 2) of each head of x `[num_tokens, heads, head_dim]`, in float32, rounded
-    once. cos, sin: float32 `[num_tokens, 1, rotary_dim / 2]`. The dimensions from rotary_dim on stay as they are.
-    Returns a tensor of x's shape and dtype."""
-    rotary_dim = 2 * cos.shape[-1]
-    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
-    rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-    return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
 def rotary_embedding_torch(
