@@ -176,7 +176,8 @@ def test_errors_lose_a_torn_line(tmp_path):
 def test_parts_have_a_bounded_number_of_lines(tmp_path):
     folder = JobFolder(tmp_path)
     parts = PartWriter(folder, None)
-    parts.write([answer(i) for i in range(10)], [])
+    for numbers in (range(3), range(3, 10)):  # The second batch begins within a part.
+        parts.write([answer(i) for i in numbers], [])
     assert [path.name for path in folder.parts()] == ["part-00000.jsonl", "part-00001.jsonl"]
     assert folder.open_part(2).exists()
     assert folder.read().answered == 8

@@ -71,6 +71,7 @@ def test_the_list_fits_the_code():
     check_all(faults, ROOT)
 
 
+@pytest.mark.slow
 def test_one_fault_is_noticed_and_one_survives(tree, capfd):
     before = (tree / "nanovllm/numbers.py").read_text()
     assert plant(tree, "--jobs", "2") == 1
