@@ -1,15 +1,21 @@
-"""The path of a request: the functions of ours that a plain `generate` calls, from prompts to text.
+"""The path of a request: the functions of ours that a plain `generate` enters, from prompts to text.
 
-    python scripts/request_path.py            figures, and the files
-    python scripts/request_path.py --all      and the functions of each file
+    python scripts/request_path.py                 functions and lines of each file, and figures
+    python scripts/request_path.py --all           and the functions themselves
+    python scripts/request_path.py --device cuda   on a GPU
+    python scripts/request_path.py --plain         through the plain Qwen3 (`LLM(model, plain=True)`)
 
-A CPU engine on the demo model answers two text prompts with four tokens each, with default sampling. Traced is its
-second call: the first makes what later ones find ready, and a user's file of prompts is all later ones. A function
-counts once, however often it is called; comprehensions count as part of their function. The lines are those of the
-whole files, because that is what a reader opens. The depth is the number of our own frames on the stack.
+An engine on the demo model answers two text prompts with four tokens each, with default sampling. Traced is its second
+call: the first makes what later ones find ready, and a user's file of prompts is all later ones. A function counts
+once, however often it is called; comprehensions count as part of their function. Its lines are those of its definition,
+from the first decorator to the end, and a line counts once, also in a function within another. The depth is the number
+of our own frames on the stack.
+
+Only rank 0's thread is traced. What a CUDA graph replays is not there: those layers are traced in a prefill.
 """
 
 import argparse
+import inspect
 import logging
 import sys
 from collections import defaultdict
@@ -28,32 +34,41 @@ class RequestPath:
     """What one request passes through.
 
     Attributes:
-        functions: {file, relative to the repository: names of its functions, in the order of the first calls}.
+        functions: {file, relative to the repository: {name of its function: numbers of its lines}}, in the order of the
+            first calls.
         depth: the most of our frames that were on the stack at once.
     """
 
-    functions: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
+    functions: dict[str, dict[str, range]] = field(default_factory=lambda: defaultdict(dict))
     depth: int = 0
+
+    def add(self, code: CodeType) -> None:
+        lines, start = inspect.getsourcelines(code)
+        file = str(Path(code.co_filename).relative_to(ROOT))
+        name = getattr(code, "co_qualname", f"{code.co_name}:{start}")  # Python 3.10 has no co_qualname.
+        self.functions[file][name] = range(start, start + len(lines))
 
     @property
     def num_functions(self) -> int:
         return sum(map(len, self.functions.values()))
 
     def lines(self, file: str) -> int:
-        return len((ROOT / file).read_text(encoding="utf-8").splitlines())
+        """Of the functions of a file."""
+        return len(set[int]().union(*self.functions[file].values()))
 
     @property
     def num_lines(self) -> int:
         return sum(map(self.lines, self.functions))
 
 
-def trace_request() -> RequestPath:
+def trace_request(device: str = "cpu", plain: bool = False) -> RequestPath:
     """Trace the path. Loads the package, and starts and ends an engine."""
     from nanovllm import LLM, SamplingParams
 
     path = RequestPath()
     seen: set[CodeType] = set()
-    with LLM(ROOT / "assets" / "demo-model", device="cpu", max_model_len=256, num_kvcache_blocks=8) as llm:
+    model = ROOT / "assets" / "demo-model"
+    with LLM(model, device=device, plain=plain, max_model_len=256, num_kvcache_blocks=8) as llm:
         params = SamplingParams(max_tokens=4)
         llm.generate(PROMPTS, params, use_tqdm=False)
         depth = 0
@@ -68,8 +83,7 @@ def trace_request() -> RequestPath:
             if event == "call" and code not in seen:
                 seen.add(code)
                 if code.co_name == "<lambda>" or not code.co_name.startswith("<"):
-                    name = getattr(code, "co_qualname", code.co_name)  # Python 3.10 has no co_qualname.
-                    path.functions[str(Path(code.co_filename).relative_to(ROOT))].append(name)
+                    path.add(code)
 
         sys.setprofile(profile)
         try:
@@ -81,16 +95,18 @@ def trace_request() -> RequestPath:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--all", action="store_true", help="list the functions of each file")
+    parser.add_argument("--all", action="store_true", help="list the functions of each file, and their lines")
+    parser.add_argument("--device", default="cpu", help="cpu, cuda, or cuda:N for the GPU number N (default: cpu)")
+    parser.add_argument("--plain", action="store_true", help="run the plain Qwen3")
     options = parser.parse_args()
     logging.disable(logging.INFO)
-    path = trace_request()
-    for file, names in sorted(path.functions.items()):
-        print(f"{path.lines(file):5} lines {len(names):4} functions  {file}")
+    path = trace_request(options.device, options.plain)
+    for file, functions in sorted(path.functions.items()):
+        print(f"{len(functions):4} functions {path.lines(file):5} lines  {file}")
         if options.all:
-            print(*(f"                            {name}" for name in names), sep="\n")
+            print(*(f"{len(lines):20} lines      {name}" for name, lines in functions.items()), sep="\n")
     print(
-        f"{path.num_functions} functions in {len(path.functions)} files of {path.num_lines} lines, "
+        f"{path.num_functions} functions of {path.num_lines} lines in {len(path.functions)} files, "
         f"{path.depth} frames deep"
     )
 

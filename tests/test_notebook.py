@@ -1,4 +1,4 @@
-"""examples/quickstart.ipynb runs from top to bottom, and its outputs are stored (scripts/run_notebook.py)."""
+"""The notebooks of examples/ run from top to bottom, and their outputs are stored (scripts/run_notebook.py)."""
 
 import base64
 import io
@@ -11,14 +11,23 @@ from matplotlib import image
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
+EXAMPLES = ROOT / "examples"
+NUM_FIGURES = {"quickstart": 2, "walkthrough": 3}
+
+quickstart = pytest.mark.parametrize("name", ["quickstart"], indirect=True)
+walkthrough = pytest.mark.parametrize("name", ["walkthrough"], indirect=True)
+
+
+@pytest.fixture(scope="module", params=NUM_FIGURES)
+def name(request):
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def executed():
+def executed(name):
     """Its code cells after a run in a fresh kernel, started where its file is."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
+    resources = {"metadata": {"path": str(EXAMPLES)}}
     options = {"timeout": None, "startup_timeout": 600, "coalesce_streams": True}
     client = NotebookClient(notebook, kernel_name="python3", resources=resources, **options)
     env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
@@ -37,16 +46,20 @@ def find(cells, source: str):
 
 
 @pytest.fixture(scope="module")
-def stored():
+def stored(name):
     """Its code cells as they are in the repository."""
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    notebook = nbformat.read(EXAMPLES / f"{name}.ipynb", as_version=4)
     nbformat.validate(notebook)
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
 
 @pytest.fixture(params=["stored", pytest.param("executed", marks=pytest.mark.slow)])
-def cells(request):
+def cells(name, request):
     return request.getfixturevalue(request.param)
+
+
+def test_all_notebooks_are_tested():
+    assert {file.stem for file in EXAMPLES.glob("*.ipynb")} == set(NUM_FIGURES)
 
 
 @pytest.mark.slow
@@ -63,7 +76,8 @@ def test_nothing_goes_wrong_and_nobody_is_warned(cells):
     assert {output.name for output in outputs if output.output_type == "stream"} == {"stdout"}
 
 
-def test_it_shows_what_it_says(cells):
+@quickstart
+def test_the_quick_start_shows_what_it_says(cells):
     assert "return a" in printed(find(cells, "fibonacci"))
     assert "class" in find(cells, "llm.stream(").source
     assert "def" in printed(find(cells, "llm.stream("))
@@ -74,10 +88,32 @@ def test_it_shows_what_it_says(cells):
     assert printed(find(cells, "as again")).startswith("[")
 
 
-def test_both_figures_are_drawn(cells):
+@walkthrough
+def test_the_walkthrough_shows_what_it_says(cells):
+    assert "return a" in printed(find(cells, "while not scheduler.is_finished():\n    seqs"))
+    slots = printed(find(cells, "prepare_prefill"))
+    assert "slot_mapping: [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 32, 33, 34]" in slots
+    assert "slot_mapping: [18, 35]" in slots
+    shared = printed(find(cells, "compute_hash"))
+    assert "sequence 1 begins: 32 of 42 tokens cached" in shared
+    assert "sequence 2 begins: 16 of 22 tokens cached" in shared
+    assert "64 of 150" in printed(find(cells, "small.max_num_batched_tokens"))
+    preempted = printed(find(cells, "def run_three("))
+    assert "24 blocks: 0 preemptions" in preempted
+    assert "8 blocks: 1 preemptions" in preempted
+    assert "the same tokens: True" in preempted
+    prefill, *decode = printed(find(cells, "pickle.dumps(seq)")).splitlines()
+    assert "200 token ids" in prefill
+    assert len(decode) == 2
+    assert all(" 0 token ids" in line for line in decode)
+    assert "all the same: True" in printed(find(cells, "plain=True"))
+    assert "all the same: True" in printed(find(cells, "with LLM("))
+
+
+def test_all_figures_are_drawn(name, cells):
     outputs = [output.get("data", {}) for cell in cells for output in cell.outputs]
     figures = [data["image/png"] for data in outputs if "image/png" in data]
-    assert len(figures) == 2
+    assert len(figures) == NUM_FIGURES[name]
     for figure in figures:
         pixels = image.imread(io.BytesIO(base64.b64decode(figure)))
         assert pixels.shape[0] > 300
