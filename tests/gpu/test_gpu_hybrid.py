@@ -56,14 +56,14 @@ def test_prompts_beside_decode_steps(hybrid, eager):
     with gpu_llm(path, **options, enforce_eager=eager) as llm:
         complete(llm, prompts[-1:], greedy(1))
         runner, mixed, copies = llm.model_runner, [], []
-        prepare = runner.prepare_decode
+        prepare = runner.prepare
 
         def prepare_and_record(step):
             prepare(step)
-            mixed.append(step.is_mixed)
+            mixed.append(not step.is_prefill and step.num_prefilled > 0)
             copies.extend(step.slot_copies)
 
-        runner.prepare_decode = prepare_and_record
+        runner.prepare = prepare_and_record
         ids, done = [llm.add_request(prompts[0], greedy(limits[0]))], {}
         while not llm.is_finished():
             done |= dict(llm.step()[0])
