@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.free_blocks import FreeBlocks
-from nanovllm.engine.places import NO_PLACES, Places
+from nanovllm.engine.places import Places
 from nanovllm.engine.sequence import Sequence
 
 
@@ -49,7 +49,7 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, places: Places = NO_PLACES
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, places: Places | None = None
     ):
         """places: in the model's other stores, if there are some. A sequence gets a place and gives it back with its
         blocks."""
@@ -78,7 +78,8 @@ class BlockManager:
         block = self.blocks[block_id]
         if self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
-            self.places.forget(block.content_id)
+            if self.places is not None:
+                self.places.forget(block.content_id)
         block.reset()
         self.used_block_ids.add(block_id)
         return block_id
@@ -92,18 +93,21 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, reserve: int = 0) -> int:
         """How many blocks the sequence would share, if there are blocks for all of its tokens and `reserve` are left
         over; else -1."""
-        num_free = len(self.free_block_ids) - reserve
-        if seq.num_blocks - self.max_shared_blocks(seq) > num_free or not self.places.can_allocate():
+        num_free, num_blocks = len(self.blocks) - len(self.used_block_ids) - reserve, seq.num_blocks
+        if num_blocks > num_free and num_blocks - self.max_shared_blocks(seq) > num_free:
             return -1
-        shared = self.shared_blocks(seq)
+        if self.places is not None and not self.places.can_allocate():
+            return -1
+        shared = self.shared_blocks(seq) if seq.num_tokens > self.block_size else []
         num_in_use = sum(self.blocks[i].ref_count > 0 for i in shared)  # The others count as free until then.
-        return len(shared) if seq.num_blocks - num_in_use <= num_free else -1
+        return len(shared) if num_blocks - num_in_use <= num_free else -1
 
     def allocate(self, seq: Sequence, num_cached_blocks: int) -> None:
         """Fill the sequence's block table, and set num_cached_tokens to what the prefix cache gave: never all tokens,
         because the logits of the last one are needed. num_cached_blocks: as can_allocate said."""
         shared = [self.hash_to_block_id[self.block_hash(seq, i)] for i in range(num_cached_blocks)]
-        self.places.begin(seq, self, shared)
+        if self.places is not None:
+            self.places.begin(seq, self, shared)
         # Shared blocks first: the next free block may be one of them.
         for block_id in shared:
             block = self.blocks[block_id]
@@ -124,7 +128,8 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._deallocate_block(block_id)
-        self.places.end(seq)
+        if self.places is not None:
+            self.places.end(seq)
         seq.block_table = []
         seq.num_cached_tokens = seq.num_scheduled_tokens = 0
 
@@ -162,12 +167,13 @@ class BlockManager:
             if known is not block and known.holds(token_ids, prefix_id):
                 block.content_id = known.content_id
             else:
-                if known is not block:
+                if self.places is not None and known is not block:
                     self.places.forget(known.content_id)
                 block.content_id = next(self._content_ids)
                 self.hash_to_block_id[hash] = block.block_id
             prefix_id = block.content_id
-        self.places.keep(seq, self)
+        if self.places is not None:
+            self.places.keep(seq, self)
 
     def max_shared_blocks(self, seq: Sequence) -> int:
         """Its full blocks before the first token whose logits are needed. Those of its last token always are."""
@@ -177,7 +183,8 @@ class BlockManager:
 
     def shared_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the cache that it need not compute."""
-        return self.places.reusable(self, self.known_blocks(seq))
+        found = self.known_blocks(seq)
+        return found if self.places is None else self.places.reusable(self, found)
 
     def known_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the cache, up to the first miss."""

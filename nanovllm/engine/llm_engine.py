@@ -26,7 +26,7 @@ from nanovllm.engine.start.schedulers import make_scheduler
 from nanovllm.engine.step import Step
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams, misplaced_option
-from nanovllm.utils.checks import quoted, require
+from nanovllm.utils.checks import quoted
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
 from nanovllm.utils.progress_bar import progress_bar
@@ -346,7 +346,8 @@ class LLMEngine:
 
 def check_arguments(on_error: str, on_step: object, use_tqdm: object) -> None:
     """Raises ValueError or TypeError for wrong arguments of generate()."""
-    require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
+    if on_error not in ("raise", "return"):
+        raise ValueError(f"on_error={quoted(on_error)}: must be one of raise, return")
     if on_step is not None and not callable(on_step):
         raise TypeError(f"on_step={quoted(on_step)}: must be callable, or None")
     if not isinstance(use_tqdm, bool) and not callable(use_tqdm):

@@ -231,7 +231,7 @@ class ModelRunner:
 
     def _use(self, step: Step) -> tuple[Tensor, Tensor]:
         self.prepare(step)
-        inputs = self._send(step)
+        inputs = self._send(step) or self.decode_inputs.for_model(step.num_sampled, step.num_rows, step.kind)
         use_context(inputs.context)
         num_rows = step.num_rows if step.num_prefilled else step.num_sampled  # without padding
         return inputs.input_ids[:num_rows], inputs.positions[:num_rows]
@@ -247,32 +247,31 @@ class ModelRunner:
     # -- a step of an engine -------------------------------------------------------------------------------------------
 
     def prepare(self, step: Step) -> None:
-        """Give the step its inputs, on the host."""
+        """Give the step its inputs, on the host.
+
+        A decode step has a row for each sequence's last token. In a mixed step, the last sequences are prefilled and
+        have more rows. Decode steps are padded to the next batch size that has a CUDA graph.
+        """
         if step.is_prefill:
             write_prefill(step, self.block_size)
         else:
-            self._write_decode(step)
+            num_sampled = len(step.rows or step.seqs)
+            step.kind = StepKind(step.num_prefilled > 0, bool(step.rows) and self.backend.shares_reads)
+            step.graph_size = self.step_graphs[step.kind].size_for.get(num_sampled, 0)
+            if not step.num_prefilled:
+                num_rows = step.graph_size or num_sampled
+            elif step.graph_size:
+                num_rows = self.mixed_step_rows
+            else:
+                num_rows = sum(seq.num_scheduled_tokens for seq in step.seqs)
+            self.decode_inputs.write(step, num_rows)
+            if step.num_prefilled and len(self.stores) > 1:
+                copies = (seq.place.copy_of_step(seq.num_cached_tokens) for seq in step.seqs if seq.is_prefill)
+                step.slot_copies = [copy for copy in copies if copy is not None]
         if not all(map(_IS_PLAIN, step.seqs)):
             step.needs_logits = True
             step.waits_for_tokens = self.rank == 0 and any(seq.request.is_constrained for seq in step.seqs)
             step.prompt_rows = prompt_rows(step.seqs) if step.is_prefill else []
-
-    def _write_decode(self, step: Step) -> None:
-        """A row for each sequence's last token. In a mixed step, the last sequences are prefilled and have more rows.
-        Padded to the next batch size that has a CUDA graph."""
-        num_sampled = len(step.rows or step.seqs)
-        step.shares_reads = bool(step.rows) and self.backend.shares_reads
-        step.graph_size = self.step_graphs[step.kind].size_for.get(num_sampled, 0)
-        if not step.num_prefilled:
-            num_rows = step.graph_size or num_sampled
-        elif step.graph_size:
-            num_rows = self.mixed_step_rows
-        else:
-            num_rows = sum(seq.num_scheduled_tokens for seq in step.seqs)
-        self.decode_inputs.write(step, num_rows)
-        if step.num_prefilled and len(self.stores) > 1:
-            copies = (seq.place.copy_of_step(seq.num_cached_tokens) for seq in step.seqs if seq.is_prefill)
-            step.slot_copies = [copy for copy in copies if copy is not None]
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -287,11 +286,11 @@ class ModelRunner:
                 if not step.waits_for_tokens:
                     self.logit_steps.sample(step)
                 return
-            if step.graph_size:
-                self._send_decode(step)
+            inputs = self._send(step)
+            if inputs is None:
                 self.step_graphs[step.kind].replay(step.graph_size)
             else:
-                self._compute(self._send(step))
+                self._compute(inputs)
             sampled = self.decode_inputs.sampled[: step.num_sampled]
             if self.device.type == "cuda":
                 send_tokens(step, sampled, self.decode_inputs.tokens_on_host(step.num_sampled))
@@ -305,18 +304,17 @@ class ModelRunner:
         with step_threads(self._threads, num_tokens * self.num_layer_params):
             self.logit_steps.sample(step)
 
-    def _send(self, step: Step) -> ModelInputs:
-        """The step's inputs on the device."""
+    def _send(self, step: Step) -> ModelInputs | None:
+        """The step's inputs on the device; None where a CUDA graph has them."""
         if step.is_prefill:
             return send_prefill(step, self.device)
-        self._send_decode(step)
-        return self.decode_inputs.for_model(step.num_sampled, step.num_rows, step.kind)
-
-    def _send_decode(self, step: Step) -> None:
         self.decode_inputs.send(step)
         for source, target in step.slot_copies:
             for store in self.stores:
                 store.copy(source, target)
+        if step.graph_size:
+            return None
+        return self.decode_inputs.for_model(step.num_sampled, step.num_rows, step.kind)
 
     def _compute(self, inputs: ModelInputs) -> None:
         """Model, head and sampler: a token for each temperature, into decode_inputs.sampled."""

@@ -26,7 +26,7 @@ def is_worth_waiting(manager: BlockManager, seq: Sequence, scheduled: Mapping[in
     num_shared, max_shared = len(manager.shared_blocks(seq)), manager.max_shared_blocks(seq)
     if num_shared == max_shared or manager.block_hash(seq, num_shared) not in scheduled:
         return False
-    if not manager.places.num_slots:
+    if manager.places is None:
         return True
     # It also needs the state after some of those blocks.
     end = num_shared
@@ -39,7 +39,7 @@ def is_worth_waiting(manager: BlockManager, seq: Sequence, scheduled: Mapping[in
 def request_usual_snapshots(manager: BlockManager, seqs: Iterable[Sequence]) -> None:
     """Have the step that computes these sequences take snapshots of their states for later ones, in addition to those
     that others wait for."""
-    if manager.enable_prefix_caching and manager.places.num_slots:
+    if manager.enable_prefix_caching and manager.places is not None:
         for seq in seqs:
             manager.places.request_usual_snapshot(seq)
 
@@ -47,7 +47,8 @@ def request_usual_snapshots(manager: BlockManager, seqs: Iterable[Sequence]) -> 
 def reset_prefix_cache(manager: BlockManager) -> None:
     """Forget every known prefix; blocks in use stay with their owners."""
     manager.hash_to_block_id.clear()
-    manager.places.forget_all()
+    if manager.places is not None:
+        manager.places.forget_all()
     for block in manager.blocks:
         block.update(-1, [])
 
@@ -58,7 +59,8 @@ def forget_blocks(manager: BlockManager, seq: Sequence) -> None:
         block_id = manager.hash_to_block_id.get(hash)
         if block_id is None:
             continue
-        manager.places.forget(manager.blocks[block_id].content_id)
+        if manager.places is not None:
+            manager.places.forget(manager.blocks[block_id].content_id)
         if manager.blocks[block_id].ref_count == 0:
             del manager.hash_to_block_id[hash]
             manager.blocks[block_id].update(-1, [])

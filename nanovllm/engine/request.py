@@ -18,7 +18,6 @@ class Request:
         logit_edits: an engine.sampling.logit_edits.LogitEdits, if params ask for them.
         stop_tokens: tokens that a stop string stands for, and the string.
         end_token_ids: tokens that end a sequence; the scheduler sets them when it is added.
-        is_constrained: whether the tokens that are allowed depend on the completion so far.
     """
 
     params: SamplingParams = field(default_factory=SamplingParams)
@@ -27,11 +26,12 @@ class Request:
     logit_edits: Any = None
     stop_tokens: dict[int, str] = field(default_factory=dict)
     end_token_ids: frozenset[int] = frozenset()
-    is_constrained: bool = field(init=False)
 
-    def __post_init__(self) -> None:
+    @property
+    def is_constrained(self) -> bool:
+        """Whether the tokens that are allowed depend on the completion so far."""
         reads_completion = self.logit_edits is not None and self.logit_edits.reads_completion
-        self.is_constrained = reads_completion or self.params.structured_outputs is not None
+        return reads_completion or self.params.structured_outputs is not None
 
 
 @dataclass(eq=False, slots=True)

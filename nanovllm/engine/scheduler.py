@@ -8,7 +8,7 @@ from typing import Any
 from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.ends import end_token_ids, note_end_token, note_failure
-from nanovllm.engine.places import NO_PLACES, Places
+from nanovllm.engine.places import Places
 from nanovllm.engine.prefix_cache import forget_blocks, request_usual_snapshots
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sequence import Sequence, SequenceStatus
@@ -40,10 +40,11 @@ class Scheduler:
         awaits_tokens: nothing may be scheduled before the tokens of the step in flight are known.
     """
 
-    def __init__(self, config: Any, mixed_step_rows: int = 0, make_places: Callable[[], Places] = lambda: NO_PLACES):
+    def __init__(self, config: Any, mixed_step_rows: int = 0, make_places: Callable[[], Places] | None = None):
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
         self.eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)
+        self._ends = self.eos | {NON_FINITE}
         self.block_size: int = config.kvcache_block_size
         self.mixed_step_rows = mixed_step_rows
         self.length_limit = LengthLimit(config)
@@ -59,7 +60,7 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
-        self.block_manager = BlockManager(*self._cache, self._make_places())
+        self.block_manager = BlockManager(*self._cache, self._make_places and self._make_places())
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`
@@ -75,8 +76,8 @@ class Scheduler:
         if seq.num_tokens >= self.max_seq_len:
             self.length_limit.check(seq.num_tokens)
         seq.block_size = self.block_size
-        if not seq.request.end_token_ids:  # else another sample of the request was here
-            seq.request.end_token_ids = end_token_ids(seq, self.eos)
+        is_usual = not (seq.ignore_eos or seq.request.params.stop_token_ids)
+        seq.request.end_token_ids = self._ends if is_usual else end_token_ids(seq, self.eos)
         self.waiting.append(seq)
 
     def schedule(self) -> Step:
@@ -104,9 +105,11 @@ class Scheduler:
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
         places = self.block_manager.places
-        places.begin_step(takes_snapshots=mixed is None)
-        # A chunk shorter than that of places would end where no state can be kept.
-        min_chunk = 0 if mixed else min(max(budget // MIN_CHUNK_SHARE, places.chunk), budget)
+        min_chunk = 0 if mixed else budget // MIN_CHUNK_SHARE
+        if places is not None:
+            places.begin_step(takes_snapshots=mixed is None)
+            if not mixed:  # A shorter chunk would end where no state can be kept.
+                min_chunk = min(max(min_chunk, places.chunk), budget)
         admission = Admission(self.block_manager, self.running, self.max_num_seqs, self.max_seq_len, min_chunk)
         seqs: list[Sequence] = []
         deferred: list[Sequence] = []
@@ -127,7 +130,8 @@ class Scheduler:
             seq.num_scheduled_tokens = min(num_left, budget)
             budget -= seq.num_scheduled_tokens
             if seq.num_scheduled_tokens < num_left:
-                places.align_chunk(seq)
+                if places is not None:
+                    places.align_chunk(seq)
                 # A chunk, which ends the budget. The sequence keeps its blocks, so it goes to the very head of the
                 # queue: behind a sequence that finds no free block it would wait for ever.
                 deferred.insert(0, seq)
@@ -138,7 +142,8 @@ class Scheduler:
             if mixed:
                 mixed.add_running(seq)
         self.waiting.extendleft(reversed(deferred))
-        request_usual_snapshots(self.block_manager, seqs)
+        if places is not None:
+            request_usual_snapshots(self.block_manager, seqs)
         return seqs
 
     def _begin(self, seq: Sequence, num_shared: int) -> None:

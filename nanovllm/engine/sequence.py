@@ -61,7 +61,7 @@ class Sequence:
         this sample; by default the request's own, or one of torch's generator."""
         self.seq_id = next(Sequence.counter)
         self.status = SequenceStatus.WAITING
-        self.token_ids = TokenIds(token_ids)
+        self.token_ids = TokenIds("i", token_ids)
         self.last_token: int = self.token_ids[-1]
         self.num_tokens = self.num_prompt_tokens = len(self.token_ids)
         self.num_cached_tokens = 0
@@ -138,7 +138,8 @@ class Sequence:
 
     def append_pending(self, row: int) -> None:
         """Append a placeholder for the token that the step in flight samples in this row."""
-        self.append_token(PLACEHOLDER)
+        self.token_ids.append(PLACEHOLDER)
+        self.num_tokens += 1
         self.pending_row = row
 
     def resolve_pending(self, token_id: int) -> None:
@@ -166,6 +167,6 @@ class Sequence:
         self.num_tokens, self.num_prompt_tokens, self.num_cached_tokens, self.num_scheduled_tokens = counts[:4]
         self.is_plain, self.completion = counts[4], Completion(first_needed_logits=first_needed_logits)
         self.is_prefill = not isinstance(tokens, int)
-        self.token_ids = tokens if self.is_prefill else TokenIds()
+        self.token_ids = tokens if self.is_prefill else TokenIds("i")
         self.last_token = tokens[-1] if self.is_prefill else tokens
         self.place, self.pending_row = None, -1

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.engine.runner.cuda_graphs import StepKind
+from nanovllm.engine.runner.cuda_graphs import PLAIN_STEP, StepKind
 from nanovllm.engine.sequence import Sequence
 
 _POLL_SECONDS = 50e-6
@@ -34,7 +34,7 @@ class Step:
     # are: each sequence, and after it a speculation.proposed_row.ProposedRow for each proposed token.
     proposals: list[Any] = field(default_factory=list)
     rows: list[Any] = field(default_factory=list)
-    shares_reads: bool = False  # Of a speculative step: see `AttentionBackend.shares_reads`.
+    kind: StepKind = PLAIN_STEP  # of a decode step
     needs_logits: bool = False  # A request asks for more than a temperature: rank 0 samples from gathered logits.
     waits_for_tokens: bool = False  # The tokens that a request allows depend on the step before.
     # Of a decode step:
@@ -65,11 +65,6 @@ class Step:
 
     def __getstate__(self) -> dict[str, Any]:
         return vars(self) | {"seqs": [], "proposals": [], "rows": [], "buffer": -1}
-
-    @property
-    def kind(self) -> StepKind:
-        """Of a decode step."""
-        return StepKind(self.num_prefilled > 0, self.shares_reads)
 
     def wait(self, check_workers: Callable[[], None] | None = None) -> list[int]:
         """The sampled tokens, once the device has computed them. check_workers: with several ranks, raises if one of

@@ -41,7 +41,7 @@ def drive(
     num_completions = sum(min(seq.max_tokens, scheduler.max_seq_len) for _, seq in arrivals)
     places = scheduler.block_manager.places
     bound = 10 + num_completions * (2 + scheduler.max_seq_len // scheduler.max_num_batched_tokens)
-    bound *= 2 if places.num_slots else 1  # Chunks of prompts may be shorter.
+    bound *= 1 if places is None else 2  # Chunks of prompts may be shorter.
     flying: tuple[Step, list[int]] | None = None
     now = 0
     while arrivals or flying or not scheduler.is_finished():

@@ -56,10 +56,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_places(scheduler.block_manager.places, seqs)
 
 
-def check_places(places: Places, seqs: Iterable[Sequence]) -> None:
+def check_places(places: Places | None, seqs: Iterable[Sequence]) -> None:
     """Every slot is free, a sequence's, or a snapshot's. `seqs` are all sequences that may have one."""
     for seq in seqs:
-        assert (seq.place is not None) == (places.num_slots > 0 and bool(seq.block_table))
+        assert (seq.place is not None) == (places is not None and bool(seq.block_table))
+    if places is None:
+        return
     held = [slot for seq in seqs if seq.place is not None for slot in (seq.place.slot, *seq.place.lent)]
     held += [seq.place.snapshot for seq in seqs if seq.place is not None and seq.place.snapshot >= 0]
     slots = Counter([*held, *places._free, *places._snapshots.values()])
@@ -175,7 +177,7 @@ class FakeModel:
             assert prefilled == sorted(prefilled)
         before = [self._state_before(seq) for seq in seqs]
         self.sampled = [self._run_one(seq) for seq in seqs]
-        if self.cache.manager.places.num_slots:
+        if self.cache.manager.places is not None:
             self.states.run(seqs, is_prefill, before, [self._state_after(seq) for seq in seqs])
         return self.sampled
 

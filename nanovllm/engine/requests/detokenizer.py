@@ -175,7 +175,7 @@ def common_prefix(first: str, second: str) -> str:
 def text_end(seq: Sequence) -> tuple[int, str]:
     """Where the tokens end that have text: before the token that ended the completion, unless it is asked for. And the
     stop string for which that token stands, if it is asked for: decoded, special tokens may be left out."""
-    end, completion = seq.num_known_tokens, seq.completion
+    end, completion = seq.num_tokens - (seq.pending_row >= 0), seq.completion
     stream = completion.text_stream
     is_ended_by_token = completion.finish_reason == "stop" and (stream is None or stream.stop_reason is None)
     if not is_ended_by_token:

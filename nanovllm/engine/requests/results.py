@@ -72,13 +72,13 @@ def _sample_output(seq: Sequence) -> SampleOutput:
     completion = seq.completion
     arrival, end = completion.arrival_time, completion.finish_time
     scheduled = end if completion.scheduled_time is None else completion.scheduled_time
-    num_tokens = seq.num_completion_tokens
+    num_tokens = seq.num_tokens - seq.num_prompt_tokens
     output = SampleOutput(
         text=completion.text,
         token_ids=seq.completion_token_ids,
         finish_reason=cast(str, completion.finish_reason),
         stop_reason=completion.stop_reason,
-        logprobs=completion_logprobs(seq),
+        logprobs=None if completion.logprobs is None else completion_logprobs(seq),
         metrics=RequestMetrics(
             queued=scheduled - arrival,
             time_to_first_token=None if completion.first_token_time is None else completion.first_token_time - arrival,

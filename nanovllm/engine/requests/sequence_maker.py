@@ -131,7 +131,8 @@ class SequenceMaker:
         for sample in range(params.n):
             form = params.structured_outputs
             grammar = None if special.grammars is None or form is None else special.grammars.start(form)
-            completion = Completion.of(request, sample, len(tokens), grammar)
+            plain = params.is_plain
+            completion = Completion(sample) if plain else Completion.of(request, sample, len(tokens), grammar)
             if self.detokenizer is not None and (streams or params.stop):
                 completion.text_stream = TextStream(self.detokenizer, params, special.stop_strings)
             of_sample = _hash_seed(sample, seed) if sample else seed

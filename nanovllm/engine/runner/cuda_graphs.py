@@ -45,6 +45,9 @@ class StepKind(NamedTuple):
         return " of mixed steps" if self.is_mixed else " of speculative steps" if self.shares_reads else ""
 
 
+PLAIN_STEP = StepKind()
+
+
 class DecodeGraphs:
     """Graphs of one function of the batch size. There are none before `use_sizes`.
 

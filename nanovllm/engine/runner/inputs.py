@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from nanovllm.engine.runner.cuda_graphs import StepKind
+from nanovllm.engine.runner.cuda_graphs import PLAIN_STEP, StepKind
 from nanovllm.engine.runner.packed_arrays import PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -102,7 +102,7 @@ class DecodeInputs:
         self._host_tokens = torch.zeros(2, n, dtype=torch.int64, pin_memory=on_gpu)
         self._last_host_tokens = 0
 
-    def for_model(self, num_sampled: int, num_rows: int, kind: StepKind = StepKind()) -> ModelInputs:  # noqa: B008
+    def for_model(self, num_sampled: int, num_rows: int, kind: StepKind = PLAIN_STEP) -> ModelInputs:
         """The first rows of a step of this kind, of which num_sampled are sampled from."""
         rows = self.rows
         context = Context(
@@ -121,7 +121,7 @@ class DecodeInputs:
         """Send a step of padding alone. The buffers' turns stay as they were: a capture may come between a real step's
         `write` and `send`, and the next `write` must not take that step's buffer."""
         last = self._last_buffer
-        step = Step([], is_prefill=False, shares_reads=shares_reads)
+        step = Step([], is_prefill=False, kind=StepKind(shares_reads=shares_reads))
         self.write(step, num_rows)
         self.send(step)
         self._last_buffer = last
@@ -176,7 +176,7 @@ class DecodeInputs:
                 sequence_of_row = np.concatenate((np.arange(n), owners, np.arange(num_tokens, num_rows)))
                 host["row_order"][:num_rows] = np.lexsort((host["positions"][:num_rows], sequence_of_row))
         if self._has_own_arrays:
-            arrays = host | {"group_rows": _group_rows(step, num_rows)} if step.shares_reads else host
+            arrays = host | {"group_rows": _group_rows(step, num_rows)} if step.kind.shares_reads else host
             step.arrays |= self._backend.host_arrays(arrays, num_rows)
 
     def send(self, step: Step) -> None:

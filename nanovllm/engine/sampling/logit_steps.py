@@ -68,9 +68,9 @@ class LogitSteps:
         n, inputs = step.num_sampled, self._inputs
         logits: Tensor | None
         if step.graph_size:
-            self._capture(step.graph_size, step.shares_reads)
+            self._capture(step.graph_size, step.kind.shares_reads)
             inputs.send(step)
-            self._graphs[StepKind(False, step.shares_reads, True)].replay(step.graph_size)
+            self._graphs[StepKind(False, step.kind.shares_reads, True)].replay(step.graph_size)
             logits = self._graphs.logits
         else:
             inputs.send(step)

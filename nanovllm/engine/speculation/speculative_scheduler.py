@@ -128,7 +128,7 @@ class SpeculativeScheduler(Scheduler):
         manager = self.block_manager
         manager.extend(seq, seq.num_tokens + count)
         count = min(count, len(seq.block_table) * manager.block_size - seq.num_tokens)
-        return manager.places.lend(seq.place, count)
+        return count if manager.places is None else manager.places.lend(seq.place, count)
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
@@ -181,7 +181,8 @@ class SpeculativeScheduler(Scheduler):
                     finished.append(seq)
                     break
             else:
-                places.commit(seq.place, num_right)
+                if places is not None:
+                    places.commit(seq.place, num_right)
             row += 1 + len(tokens)
         if self._has_finished:
             self._drop_finished()
