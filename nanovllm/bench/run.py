@@ -33,7 +33,7 @@ DEFAULT_MODEL = "~/huggingface/Qwen3-0.6B"
 ENGINE_OPTIONS = (
     *("load_format", "quantization", "tensor_parallel_size", "enforce_eager", "attention_backend", "dtype"),
     *("kv_cache_dtype", "device", "max_model_len", "max_num_batched_tokens", "mixed_step_rows", "num_kvcache_blocks"),
-    *("state_dtype", "speculation", "max_speculative_tokens", "enable_prefix_caching"),
+    *("state_dtype", "speculation", "max_speculative_tokens", "enable_prefix_caching", "plain", "overlap_steps"),
 )
 PACKAGES = ("triton", "flash-attn", "flash-attn-4", "quack-kernels")  # that speed depends on
 
