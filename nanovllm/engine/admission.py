@@ -41,7 +41,7 @@ class Admission:
             if self._num_reserved == self._max_reserved:
                 break
             self._reserve(seq)
-        self._is_open = len(manager.free_block_ids) >= 2 * self._num_reserved
+        self._is_open = len(manager.blocks) - len(manager.used_block_ids) >= 2 * self._num_reserved
 
     def decide(self, seq: Sequence, budget: int, num_deferred: int) -> int | Literal["defer", "stop"]:
         """What becomes of a waiting sequence without blocks, if the step can compute `budget` more tokens.

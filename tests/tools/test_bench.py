@@ -147,6 +147,14 @@ def test_the_prefix_cache_can_be_switched_off(asked_options, args, is_on):
     assert asked_options(*args)["enable_prefix_caching"] is is_on
 
 
+@pytest.mark.parametrize("args", [(), ("--plain",)])
+def test_the_plain_model_and_the_simple_loop_can_be_asked_for(asked_options, args):
+    options = asked_options(*args)
+    assert options["plain"] is bool(args)
+    assert options["overlap_steps"]
+    assert not asked_options(*args, "--no-overlap-steps")["overlap_steps"]
+
+
 @pytest.mark.slow
 def test_formats_are_options_of_the_engine_and_of_the_floor(path, plain_run, tmp_path):
     file, formats = tmp_path / "out.json", ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--fp8-flops", "2")
