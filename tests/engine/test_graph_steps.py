@@ -61,3 +61,14 @@ def test_mixed_steps(path):
         expected = reference.greedy(prompts, 20)
         assert [done[i] for i in ids] == [expected[0], *(tokens[:4] for tokens in expected[1:])]
         assert {kind for _, kind in replayed} == {StepKind(), StepKind(is_mixed=True)}
+
+
+def test_sleep_lets_go_of_the_graphs(path):
+    """Wherever they are known."""
+    with make_llm(path) as llm:
+        runner = llm.model_runner
+        use_graphs(runner, StepKind(), [])
+        runner.graphs = runner.step_graphs[StepKind()].graphs
+        llm.sleep()
+        assert not runner.graphs
+        assert not runner.step_graphs

@@ -131,5 +131,7 @@ class StepGraphs(dict[StepKind, DecodeGraphs]):
 
     def clear(self) -> None:
         """Give all graphs and their memory back. `use_sizes` begins anew."""
+        for graphs in self.values():
+            graphs.graphs.clear()  # ModelRunner.graphs is one of these.
         super().clear()
         self.pool = self.logits = None
