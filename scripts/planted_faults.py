@@ -229,7 +229,6 @@ class Copy:
                 self.stop()
             code = self._answer()
         finally:
-            self.stop()  # Processes that tests have started may outlive them.
             self._session = None
         text = output.read_text(encoding="utf-8", errors="replace")
         return Outcome(code if is_done else None, text, time.monotonic() - start)
@@ -237,7 +236,9 @@ class Copy:
     def _answer(self) -> int:
         line = self._process.stdout.readline()
         if not line:
-            raise RuntimeError(f"the process that runs the tests has ended with code {self._process.wait()}")
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            raise RuntimeError(f"the process that runs the tests has ended, with code {self._process.returncode}")
         return int(line)
 
     def stop(self) -> None:

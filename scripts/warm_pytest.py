@@ -3,12 +3,13 @@
     python warm_pytest.py torch transformers
 
 For each line of its input, JSON of a file for the output and of pytest's arguments, it prints two lines: the id of the
-fork, which leads a session of its own, and its exit code.
+fork, which leads a session of its own, and its exit code, after which no process of the session is left.
 """
 
 import importlib
 import json
 import os
+import signal
 import sys
 from contextlib import suppress
 
@@ -51,6 +52,10 @@ def main() -> None:
         pid = os.fork()
         if pid == 0:
             become_pytest(*json.loads(line))
+        # Processes that tests have started may outlive them. While the fork is a zombie, its id is not used again.
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+        with suppress(ProcessLookupError):
+            os.killpg(pid, signal.SIGKILL)
         print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
 
 
