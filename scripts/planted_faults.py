@@ -14,9 +14,11 @@ not say so. Before faults are planted, the tests must pass without one.
 """
 
 import argparse
+import json
 import os
 import random
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -26,21 +28,28 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
 from typing import TypeVar
 
 ROOT = Path(__file__).resolve().parents[1]
 FAULTS = Path(__file__).with_suffix(".txt")
+_WARM_PYTEST = Path(__file__).with_name("warm_pytest.py")
 
 # What tests of the package read. Copied by name, because a checkout may hold large folders of its owner.
 _COPIED = ("assets", "benchmarks", "docs", "examples", "nanovllm", "scripts", "tests", "pyproject.toml", "*.md", "*.py")
 _NOT_COPIED = ("__pycache__", "*.pyc", ".*")
 
 # The profile (tests/conftest.py): with random examples that are always the same.
-_PYTEST = ("-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-profile=planted_faults")
+_PYTEST = ("-x", "-q", "-n0", "-p", "no:cacheprovider", "--hypothesis-profile=planted_faults")
+# What tests import that a fault cannot change: two thirds of the time of most of them.
+IMPORTED = (
+    *("torch", "transformers", "transformers.models.auto.modeling_auto", "transformers.models.qwen3.modeling_qwen3"),
+    *("transformers.models.auto.tokenization_auto", "safetensors.torch", "tokenizers", "triton", "triton.language"),
+    *("hypothesis", "huggingface_hub", "xxhash"),
+)
 _PASSED, _FAILED = 0, 1  # pytest's exit codes
 _KEYS = ("file", "tests", "hangs")
 
@@ -166,30 +175,29 @@ class Outcome:
         return f"pytest ended with exit code {self.code}:\n    " + "\n    ".join(lines[-15:])
 
 
-@dataclass
 class Copy:
-    """A copy of the repository, in which one fault at a time is planted."""
+    """A copy of the repository, in which one fault at a time is planted, and a process that tests it (warm_pytest)."""
 
-    root: Path
-    processes: set[subprocess.Popen] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, source: Path, root: Path) -> "Copy":
+    def __init__(self, source: Path, root: Path):
+        self.root = root
         root.mkdir()
         for path in [path for pattern in _COPIED for path in source.glob(pattern)]:
             if path.is_dir():
                 shutil.copytree(path, root / path.name, ignore=shutil.ignore_patterns(*_NOT_COPIED), symlinks=True)
             else:
                 shutil.copy2(path, root)
-        copy = cls(root)
         # Bytecode that is compared with its source by content: a planted file can have the size and time of the other.
         package = [str(path) for path in (root / "nanovllm", root / "tests") if path.is_dir()]
-        copy._call("-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *package)
+        self._call("-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *package)
         where = "import importlib.util; print(importlib.util.find_spec('nanovllm').origin)"
-        origin = copy._call("-c", where).strip()
+        origin = self._call("-c", where).strip()
         if not Path(origin).is_relative_to(root.resolve()):
             raise RuntimeError(f"tests of the copy would import {origin}")
-        return copy
+        self._session: int | None = None  # of the tests that run
+        # Not as a file: its folder would be where tests look for modules first.
+        command = [sys.executable, "-c", _WARM_PYTEST.read_text(encoding="utf-8"), *IMPORTED]
+        options = {"cwd": root, "env": self._environment(), "start_new_session": True, "bufsize": 0}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, **options)
 
     def _call(self, *arguments: str) -> str:
         options = {"cwd": self.root, "env": self._environment(), "text": True, "check": True}
@@ -198,7 +206,7 @@ class Copy:
     def _environment(self) -> dict[str, str]:
         # PYTHONPATH reaches the processes that tests start too.
         own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
-        return own | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1"}
+        return own | {"PYTHONPATH": str(self.root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
 
     @contextmanager
     def planted(self, fault: Fault) -> Iterator[None]:
@@ -211,25 +219,38 @@ class Copy:
             path.write_bytes(before)
 
     def test(self, targets: Iterable[str], timeout: float) -> Outcome:
-        start = time.monotonic()
-        command = [sys.executable, *_PYTEST, f"--basetemp={self.root.with_suffix('.tmp')}", *targets]
-        options = {"cwd": self.root, "env": self._environment(), "text": True, "start_new_session": True}
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **options)
-        self.processes.add(process)
+        start, output = time.monotonic(), self.root.with_suffix(".out")
+        arguments = [*_PYTEST, f"--basetemp={self.root.with_suffix('.tmp')}", *targets]
+        self._process.stdin.write(json.dumps([str(output), arguments]).encode() + b"\n")
+        self._session = self._answer()
         try:
-            output, code = process.communicate(timeout=timeout)[0], process.returncode
-        except subprocess.TimeoutExpired:
-            self.stop()
-            output, code = process.communicate()[0], None
+            is_done = select.select([self._process.stdout], [], [], timeout)[0]
+            if not is_done:
+                self.stop()
+            code = self._answer()
         finally:
-            self.stop()  # Processes that tests have started may outlive them.
-            self.processes.discard(process)
-        return Outcome(code, output, time.monotonic() - start)
+            self._session = None
+        text = output.read_text(encoding="utf-8", errors="replace")
+        return Outcome(code if is_done else None, text, time.monotonic() - start)
+
+    def _answer(self) -> int:
+        line = self._process.stdout.readline()
+        if not line:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(5)
+            raise RuntimeError(f"the process that runs the tests has ended, with code {self._process.returncode}")
+        return int(line)
 
     def stop(self) -> None:
-        for process in list(self.processes):
+        """Kill the tests that run."""
+        if self._session is not None:
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+                os.killpg(self._session, signal.SIGKILL)
+
+    def close(self) -> None:
+        self.stop()
+        self._process.kill()
+        self._process.communicate()
 
 
 class Copies:
@@ -237,7 +258,7 @@ class Copies:
 
     def __init__(self, root: Path, folder: Path, num_copies: int, timeout: float):
         self.timeout = timeout
-        self._copies = [Copy.of(root, folder / f"copy-{i}") for i in range(num_copies)]
+        self._copies = [Copy(root, folder / f"copy-{i}") for i in range(num_copies)]
         self._free: SimpleQueue[Copy] = SimpleQueue()
         for copy in self._copies:
             self._free.put(copy)
@@ -264,6 +285,10 @@ class Copies:
                 for copy in self._copies:
                     copy.stop()
                 raise
+
+    def close(self) -> None:
+        for copy in self._copies:
+            copy.close()
 
     def check_unplanted(self, faults: Sequence[Fault]) -> None:
         """Print how long the tests take without a fault, a file at a time. Raises FaultListError if some fail."""
@@ -305,8 +330,10 @@ def run(faults: Sequence[Fault], root: Path, jobs: int, timeout: float, has_base
     """Plant the faults, and print what comes of each. Returns whether all are noticed. Raises FaultListError."""
     check_all(faults, root)
     survived, wrong = [], []
-    with tempfile.TemporaryDirectory(prefix="planted-faults-") as folder:
-        copies = Copies(root, Path(folder), min(jobs, len(faults)), timeout)
+    with (
+        tempfile.TemporaryDirectory(prefix="planted-faults-") as folder,
+        closing(Copies(root, Path(folder), min(jobs, len(faults)), timeout)) as copies,
+    ):
         if has_baseline:
             print("without a fault:", flush=True)
             copies.check_unplanted(faults)

@@ -211,6 +211,17 @@ def test_the_head_of_the_queue_never_waits():
         scheduler.reset()
 
 
+def test_a_block_that_decoding_fills_is_shared():
+    scheduler = make_scheduler()
+    first = add(scheduler, 6, max_tokens=3)
+    for token in (901, 902, 903):
+        step(scheduler, token)
+    # The last token of its nine was never computed.
+    second = add(scheduler, first.token_ids.tolist())
+    step(scheduler)
+    assert second.completion.num_shared_tokens == 8
+
+
 def test_without_prefix_caching_every_prompt_is_computed_in_full():
     scheduler = make_scheduler(enable_prefix_caching=False)
     for _ in range(2):

@@ -92,6 +92,14 @@ def test_a_token_that_is_still_being_sampled_counts_and_is_filled_in():
     assert (seq.pending_row, seq.num_tokens, seq.last_token, seq.token_ids) == (-1, 4, 77, [1, 2, 3, 77])
 
 
+def test_a_dropped_placeholder_leaves_what_was_there():
+    seq = Sequence([1, 2, 3])
+    seq.append_pending(5)
+    for _ in range(2):  # Without a placeholder it does nothing.
+        seq.drop_pending()
+        assert (seq.pending_row, seq.num_tokens, seq.last_token, seq.token_ids) == (-1, 3, 3, [1, 2, 3])
+
+
 @pytest.mark.parametrize("i", [-1, 3, 100])
 def test_a_block_outside_the_sequence_is_an_index_error(i):
     seq = Sequence(list(range(33)))

@@ -3,6 +3,7 @@
 import re
 import sys
 
+import planted_faults
 import pytest
 from planted_faults import FAULTS, ROOT, FaultListError, check_all, main, read_faults
 
@@ -44,8 +45,9 @@ tests = tests/test_numbers.py::test_low tests/test_numbers.py
 
 
 @pytest.fixture
-def tree(tmp_path):
+def tree(tmp_path, monkeypatch):
     """A repository with one file, one file of tests, and two faults of which they notice the first."""
+    monkeypatch.setattr(planted_faults, "IMPORTED", ())
     files = {
         "nanovllm/__init__.py": "",
         "nanovllm/numbers.py": CODE,
