@@ -123,7 +123,7 @@ def test_what_is_left_of_a_prompt_goes_on_in_a_prefill_step_where_nothing_runs()
     scheduler, running = one_running()
     prompt = add(scheduler, 17, 20)
     step(scheduler)
-    scheduler.abort([running.request_id])
+    scheduler.abort([running.request.request_id])
     assert step(scheduler)[:2] == ([prompt], True)
     assert prompt.num_cached_tokens == 17
 
