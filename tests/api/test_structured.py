@@ -208,7 +208,7 @@ def test_max_tokens_and_min_tokens(llm):
     (short,) = run(llm, [[1, 2]], form(regex="a", min_tokens=20))
     assert (texts(llm, [short]), short.completion.finish_reason) == (["a"], "error")
     assert short.completion.error == "min_tokens=20: after 1 tokens nothing but an end may follow"
-    assert cut.completion.error is longer.error is None
+    assert cut.completion.error is longer.completion.error is None
 
 
 def test_min_tokens_that_no_choice_has(llm):
