@@ -40,7 +40,7 @@ class NoProposals(RandomProposals):
 
 def draw_right(scheduler, acceptance: float) -> None:
     """Let each proposed token be right with this probability, if those before it are."""
-    postprocess = type(scheduler).postprocess
+    record = type(scheduler).record
 
     def drawn(step, token_ids):
         row = 0
@@ -53,9 +53,9 @@ def draw_right(scheduler, acceptance: float) -> None:
             if num_right < len(tokens):
                 token_ids[row + num_right] = (tokens[num_right] + 1) % VOCAB_SIZE
             row += 1 + len(tokens)
-        return postprocess(scheduler, step, token_ids)
+        return record(scheduler, step, token_ids)
 
-    scheduler.postprocess = drawn
+    scheduler.record = drawn
 
 
 def measure(llm: LLM, num_seqs: int, args: argparse.Namespace) -> dict[str, float]:

@@ -66,7 +66,8 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     with phases.phase("import nanovllm"):
         from nanovllm import LLM
         from nanovllm.engine import llm_engine, model_runner
-        from nanovllm.engine.start import kernel_compilation
+        from nanovllm.engine.start import build, kernel_compilation
+        from nanovllm.engine.start import start as engine_start
         from nanovllm.engine.start.package_kernels import PackageKernels
         from nanovllm.layers.backends.gpu_backend import GpuBackend
     imported = sum(phases.seconds.values())
@@ -75,14 +76,14 @@ def measure(phases: Phases, model: str, options: dict) -> float:
     phases.time_calls(llm_engine, "load_tokenizer", "tokenizer")
     runner = model_runner.ModelRunner
     phases.time_calls(kernel_compilation, "trace_steps", "trace kernels")
-    phases.time_calls(runner, "load_weights", "weights")
-    phases.time_calls(model_runner, "load_quack", "import quack-kernels")
+    phases.time_calls(engine_start.Start, "load_weights", "weights")
+    phases.time_calls(build, "load_quack", "import quack-kernels")
     phases.time_calls(GpuBackend, "use_flash_attn4", "import flash-attn-4")
     phases.time_calls(PackageKernels, "load", "package kernels")
     phases.time_calls(runner, "warmup_model", "warm-up")
     phases.time_calls(runner, "allocate_kv_cache", "KV cache")
     phases.time_calls(runner, "capture_cudagraph", "CUDA graphs")
-    phases.time_calls(model_runner, "warmup_kernels", "kernel warm-up")
+    phases.time_calls(engine_start, "warmup_kernels", "kernel warm-up")
     if torch.cuda.is_available():
         compile_ahead = kernel_compilation.compile_ahead
 

@@ -279,13 +279,14 @@ def make_case(family, seed: int, directory, **changes):
 def record_mixed_steps(llm) -> list[bool]:
     """Whether each decode step from now on is a mixed one."""
     runner, is_mixed = llm.model_runner, []
-    prepare = runner.prepare_decode
+    prepare = runner.prepare
 
     def prepare_and_record(step):
         prepare(step)
-        is_mixed.append(step.is_mixed)
+        if not step.is_prefill:
+            is_mixed.append(step.is_mixed)
 
-    runner.prepare_decode = prepare_and_record
+    runner.prepare = prepare_and_record
     return is_mixed
 
 
