@@ -18,9 +18,11 @@ import torch
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.runner.inputs import DecodeInputs
+from nanovllm.engine.features.columns import AttentionColumns
+from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Rows
 from nanovllm.layers.backends.backend import AttentionShape, StepSizes
 from nanovllm.layers.backends.triton_backend import TritonBackend
 from nanovllm.layers.matmul.table import load_table
@@ -38,7 +40,7 @@ def measure(batch: int, waiting: int) -> dict:
     backend, device = TritonBackend(), torch.device("cpu")
     shape = AttentionShape(16, 8, 128, BLOCK_SIZE, config.dtype, device)
     backend.prepare(shape, [None], StepSizes(0, 4096, batch, num_layer_params=1), load_table(device))
-    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, device, backend)
+    inputs = DecodeInputs(batch, 4096 // BLOCK_SIZE, BLOCK_SIZE, device, [AttentionColumns(backend)])
     params = SamplingParams(max_tokens=PROMPT_TOKENS, ignore_eos=True)
     tracemalloc.start()
     before = tracemalloc.get_traced_memory()[0]
@@ -57,7 +59,7 @@ def measure(batch: int, waiting: int) -> dict:
         step = scheduler.schedule()
         marks.append(time.perf_counter())
         if not step.is_prefill:
-            inputs.write(step, len(step.seqs))
+            inputs.write(step, Rows.of(step), len(step.seqs))
         marks.append(time.perf_counter())
         scheduler.advance(step)
         marks.append(time.perf_counter())

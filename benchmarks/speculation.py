@@ -44,8 +44,7 @@ def draw_right(scheduler, acceptance: float) -> None:
 
     def drawn(step, token_ids):
         row = 0
-        for proposal in step.proposals:
-            tokens = [] if proposal is None else proposal.tokens
+        for tokens in step.proposed:
             num_right = 0
             while num_right < len(tokens) and random.random() < acceptance:
                 num_right += 1

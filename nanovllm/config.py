@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
+from nanovllm.engine.batch_sizes import MAX_GRAPH_BATCH_SIZE
 from nanovllm.engine_options import EngineOptions
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3

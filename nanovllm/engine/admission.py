@@ -96,13 +96,13 @@ class MixedAdmission:
     def add_running(self, seq: Sequence) -> None:
         self._num_running += 1
         self._longest = max(self._longest, self._num_tokens_left(seq))
-        self._is_open &= seq.is_plain  # Other requests sample from logits, which mixed steps do not give.
 
     def admits(self, seq: Sequence) -> bool:
         num_free = self._num_rows - self._num_running
         if not self._is_open or not self._num_running or num_free <= 0:
             return False
-        if not seq.is_plain or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
+        # Log-probabilities of a prompt are a prefill's.
+        if seq.completion.first_needed_logits < seq.num_tokens or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
             return False
         num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free)
         return num_steps + self._num_tokens_left(seq) <= self._longest

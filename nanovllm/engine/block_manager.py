@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.free_blocks import FreeBlocks
-from nanovllm.engine.places import Places
+from nanovllm.engine.places import NoPlaces
 from nanovllm.engine.sequence import Sequence
 
 
@@ -49,17 +49,18 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, places: Places | None = None
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, places: NoPlaces | None = None
     ):
         """places: in the model's other stores, if there are some. A sequence gets a place and gives it back with its
         blocks."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.places = places
+        self.places = places or NoPlaces()
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids = FreeBlocks(range(num_blocks))
         self.used_block_ids: set[int] = set()
+        self.lost_content_ids: list[int] = []  # of blocks that were reused since the places were last asked
         self._content_ids = count(1)
 
     @staticmethod
@@ -78,8 +79,7 @@ class BlockManager:
         block = self.blocks[block_id]
         if self.hash_to_block_id.get(block.hash) == block_id:
             del self.hash_to_block_id[block.hash]
-            if self.places is not None:
-                self.places.forget(block.content_id)
+            self.lost_content_ids.append(block.content_id)
         block.reset()
         self.used_block_ids.add(block_id)
         return block_id
@@ -96,7 +96,7 @@ class BlockManager:
         num_free, num_blocks = len(self.blocks) - len(self.used_block_ids) - reserve, seq.num_blocks
         if num_blocks > num_free and num_blocks - self.max_shared_blocks(seq) > num_free:
             return -1
-        if self.places is not None and not self.places.can_allocate():
+        if not self.places.can_allocate():
             return -1
         shared = self.shared_blocks(seq) if seq.num_tokens > self.block_size else []
         num_in_use = sum(self.blocks[i].ref_count > 0 for i in shared)  # The others count as free until then.
@@ -106,8 +106,7 @@ class BlockManager:
         """Fill the sequence's block table, and set num_cached_tokens to what the prefix cache gave: never all tokens,
         because the logits of the last one are needed. num_cached_blocks: as can_allocate said."""
         shared = [self.hash_to_block_id[self.block_hash(seq, i)] for i in range(num_cached_blocks)]
-        if self.places is not None:
-            self.places.begin(seq, self, shared)
+        self.places.begin(seq, self, shared)
         # Shared blocks first: the next free block may be one of them.
         for block_id in shared:
             block = self.blocks[block_id]
@@ -128,8 +127,7 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._deallocate_block(block_id)
-        if self.places is not None:
-            self.places.end(seq)
+        self.places.end(seq)
         seq.block_table = []
         seq.num_cached_tokens = seq.num_scheduled_tokens = 0
 
@@ -167,13 +165,12 @@ class BlockManager:
             if known is not block and known.holds(token_ids, prefix_id):
                 block.content_id = known.content_id
             else:
-                if self.places is not None and known is not block:
-                    self.places.forget(known.content_id)
+                if known is not block:
+                    self.lost_content_ids.append(known.content_id)
                 block.content_id = next(self._content_ids)
                 self.hash_to_block_id[hash] = block.block_id
             prefix_id = block.content_id
-        if self.places is not None:
-            self.places.keep(seq, self)
+        self.places.keep(seq, self)
 
     def max_shared_blocks(self, seq: Sequence) -> int:
         """Its full blocks before the first token whose logits are needed. Those of its last token always are."""
@@ -183,8 +180,7 @@ class BlockManager:
 
     def shared_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the cache that it need not compute."""
-        found = self.known_blocks(seq)
-        return found if self.places is None else self.places.reusable(self, found)
+        return self.places.reusable(self, self.known_blocks(seq))
 
     def known_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the cache, up to the first miss."""

@@ -83,7 +83,6 @@ class LLMEngine:
         self._seconds = 0.0  # in _step
         self._in_flight: Step | None = None  # launched, its tokens not read yet
         self._aborted: list[Sequence] = []  # to be returned by the next _step
-        self._watches_text = False  # a request has a text_stream
         self._sleep_level = 0  # 0 while it is awake
         logger.info("ready in %.1f s", time.perf_counter() - start)
 
@@ -171,12 +170,9 @@ class LLMEngine:
         if self._sleep_level:
             raise RuntimeError(f"{call.name}: the engine sleeps; call wake_up() first")
         self._lock.own(call)  # again, because the iterable of prompts may have used the engine itself
-        if self.scheduler.is_finished():
-            self._watches_text = False
         now = time.perf_counter()
         for seq in seqs:
             seq.completion.arrival_time = now
-            self._watches_text |= seq.completion.text_stream is not None
             self.scheduler.add(seq)
         return len(seqs)
 
@@ -229,8 +225,6 @@ class LLMEngine:
         if step.prompt_logprobs is not None:
             record_prompt_logprobs(step.prompt_logprobs, step.seqs)
         finished = self.scheduler.record(step, token_ids)
-        if self._watches_text:
-            finished += self._stop_at_texts(step.seqs)
         now = time.perf_counter()
         for seq in step.seqs[len(step.seqs) - step.num_prefilled :]:
             if seq.completion.first_token_time is None and seq.num_tokens > seq.num_prompt_tokens:
@@ -238,14 +232,6 @@ class LLMEngine:
         for seq in finished:
             seq.completion.finish_time = now
         return finished
-
-    def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
-        """End the sequences whose newest token completes a stop string. Returns those that had not ended anyway."""
-        streams = [(seq, seq.completion.text_stream) for seq in seqs]
-        stopped = [seq for seq, stream in streams if stream is not None and stream.read(seq)]
-        ended = [seq for seq in stopped if not seq.is_finished]
-        self.scheduler.stop(ended)
-        return ended
 
     def _advance(self, step: Step) -> None:
         """Record the launched step, so that another can be scheduled. A step that waited for the tokens of the step

@@ -7,15 +7,16 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from nanovllm.config import Config
+from nanovllm.engine.batch_sizes import graph_batch_sizes, mixed_batch_sizes
+from nanovllm.engine.inputs import ModelInputs, padded_block_tables, send_prefill, write_prefill
 from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
-from nanovllm.engine.runner.cuda_graphs import StepGraphs, StepKind, graph_batch_sizes, mixed_batch_sizes
-from nanovllm.engine.runner.inputs import ModelInputs, padded_block_tables, send_prefill, write_prefill
+from nanovllm.engine.runner.cuda_graphs import StepGraphs
 from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.sampling.logit_steps import LogitSteps
 from nanovllm.engine.sampling.logprobs import prompt_rows
@@ -26,7 +27,7 @@ from nanovllm.engine.start.memory import allocate_stores, largest_prefill
 from nanovllm.engine.start.sleep import fall_asleep, wake_up
 from nanovllm.engine.start.start import Start
 from nanovllm.engine.start.weights import overwrite_weights
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Rows, Step, StepKind
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.loader import TensorFacts
@@ -177,9 +178,11 @@ class ModelRunner:
         if self.backend.shares_reads:
             sizes[StepKind(shares_reads=True)] = [size for size in self.graph_bs if size > 1]
         for kind, of_kind in sizes.items():
-            functions = partial(self._decode, kind=kind), partial(self._run_padding, kind=kind)
+            self.step_graphs.use_sizes(kind, of_kind)
             tell = self._progress.count("capturing CUDA graphs")
-            self.step_graphs.use_sizes(kind, of_kind).capture_all(*functions, tell)
+            for i, size in enumerate(reversed(of_kind)):  # The smaller ones fit into the memory of the largest.
+                tell(i, len(of_kind))
+                self._capture(kind, size)
             logger.info("CUDA graphs%s: %d, batch sizes %d to %d", kind.text, len(of_kind), of_kind[0], of_kind[-1])
         self.graphs = self.step_graphs[StepKind()].graphs
         inputs, self.graph_pool = self.decode_inputs, self.step_graphs.pool
@@ -233,7 +236,7 @@ class ModelRunner:
         self.prepare(step)
         inputs = self._send(step) or self.decode_inputs.for_model(step.num_sampled, step.num_rows, step.kind)
         use_context(inputs.context)
-        num_rows = step.num_rows if step.num_prefilled else step.num_sampled  # without padding
+        num_rows = len(cast(Rows, step.rows).positions)  # without padding
         return inputs.input_ids[:num_rows], inputs.positions[:num_rows]
 
     def prepare_sample(self, seqs: list[Sequence]) -> Tensor:
@@ -252,26 +255,19 @@ class ModelRunner:
         A decode step has a row for each sequence's last token. In a mixed step, the last sequences are prefilled and
         have more rows. Decode steps are padded to the next batch size that has a CUDA graph.
         """
-        if step.is_prefill:
-            write_prefill(step, self.block_size)
-        else:
-            num_sampled = len(step.rows or step.seqs)
-            step.kind = StepKind(step.num_prefilled > 0, bool(step.rows) and self.backend.shares_reads)
-            step.graph_size = self.step_graphs[step.kind].size_for.get(num_sampled, 0)
-            if not step.num_prefilled:
-                num_rows = step.graph_size or num_sampled
-            elif step.graph_size:
-                num_rows = self.mixed_step_rows
-            else:
-                num_rows = sum(seq.num_scheduled_tokens for seq in step.seqs)
-            self.decode_inputs.write(step, num_rows)
-            if step.num_prefilled and len(self.stores) > 1:
-                copies = (seq.place.copy_of_step(seq.num_cached_tokens) for seq in step.seqs if seq.is_prefill)
-                step.slot_copies = [copy for copy in copies if copy is not None]
+        rows = step.rows = Rows.of(step)
         if not all(map(_IS_PLAIN, step.seqs)):
             step.needs_logits = True
             step.waits_for_tokens = self.rank == 0 and any(seq.request.is_constrained for seq in step.seqs)
-            step.prompt_rows = prompt_rows(step.seqs) if step.is_prefill else []
+            step.extras["prompt rows"] = prompt_rows(step.seqs) if step.is_prefill else []
+        if step.is_prefill:
+            write_prefill(step, rows, self.block_size, self.decode_inputs.columns)
+            return
+        is_mixed = step.num_prefilled > 0
+        step.kind = StepKind(is_mixed, bool(step.proposed) and self.backend.shares_reads, step.needs_logits)
+        step.graph_size = self.step_graphs[step.kind].size_for.get(rows.num_sampled, 0)
+        num_rows = step.graph_size or len(rows.positions)
+        self.decode_inputs.write(step, rows, self.mixed_step_rows if is_mixed and step.graph_size else num_rows)
 
     @torch.inference_mode()
     def launch(self, step: Step) -> None:
@@ -281,16 +277,18 @@ class ModelRunner:
         keeps none.
         """
         with step_threads(self._threads, step.num_rows * self.num_layer_params):
-            if step.needs_logits:
-                self.logit_steps.forward(step)
-                if not step.waits_for_tokens:
-                    self.logit_steps.sample(step)
-                return
+            if step.graph_size and step.needs_logits:
+                self._capture(step.kind, step.graph_size)
             inputs = self._send(step)
             if inputs is None:
                 self.step_graphs[step.kind].replay(step.graph_size)
-            else:
+            elif not step.needs_logits:
                 self._compute(inputs)
+            if step.needs_logits:
+                self.logit_steps.take(step, inputs)
+                if not step.waits_for_tokens:
+                    self.logit_steps.sample(step)
+                return
             sampled = self.decode_inputs.sampled[: step.num_sampled]
             if self.device.type == "cuda":
                 send_tokens(step, sampled, self.decode_inputs.tokens_on_host(step.num_sampled))
@@ -307,9 +305,9 @@ class ModelRunner:
     def _send(self, step: Step) -> ModelInputs | None:
         """The step's inputs on the device; None where a CUDA graph has them."""
         if step.is_prefill:
-            return send_prefill(step, self.device)
+            return send_prefill(step, self.device, self.decode_inputs.columns)
         self.decode_inputs.send(step)
-        for source, target in step.slot_copies:
+        for source, target in step.extras.get("state copies", ()):
             for store in self.stores:
                 store.copy(source, target)
         if step.graph_size:
@@ -333,10 +331,20 @@ class ModelRunner:
         """Logits [num_seqs, vocab_size] of a step whose context is set; with several ranks, of this rank's tokens."""
         return self.model.compute_logits(self.model(input_ids, positions))
 
+    def _capture(self, kind: StepKind, batch_size: int) -> None:
+        """Have the graph of one size. All ranks come here at the same step, and capture together."""
+        functions = partial(self._decode, kind=kind), partial(self._run_padding, kind=kind)
+        self.step_graphs[kind].capture(batch_size, *functions)
+
     def _decode(self, batch_size: int, kind: StepKind) -> None:
-        """Compute the rows of decode_inputs, and sample from the first batch_size. This is what CUDA graphs capture."""
+        """Compute the rows of decode_inputs, and sample from the first batch_size, or keep their logits. This is what
+        CUDA graphs capture."""
         num_rows = self.mixed_step_rows if kind.is_mixed else batch_size
-        self._compute(self.decode_inputs.for_model(batch_size, num_rows, kind))
+        inputs = self.decode_inputs.for_model(batch_size, num_rows, kind)
+        if kind.gives_logits:
+            self.logit_steps.store_logits(inputs)
+        else:
+            self._compute(inputs)
 
     def _run_padding(self, batch_size: int, kind: StepKind) -> None:
         """`_decode` of padding alone, through a few layers, which launch every kernel that all layers do."""

@@ -1,225 +1,66 @@
-"""Places: which sequence has which slot in the stores beside the KV cache, and which slots hold snapshots."""
+"""NoPlaces: what the scheduler asks of the stores beside the KV cache, where a model has none."""
 
-import math
-from collections import OrderedDict
-from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.kernels.linear_attention.gated_delta import CHUNK
 
 
-class Manager(Protocol):
-    """What is read of a BlockManager."""
+class NoPlaces:
+    """The sequences' places in the stores beside the KV cache, for a model without such stores. So nobody has to ask
+    whether there are any. `features.places.Places` is for a model that has some.
 
-    block_size: int
-    blocks: list
+    Each method is called once for a step, or once for a sequence that begins or ends. manager: the BlockManager.
 
-    def known_blocks(self, seq: Sequence) -> list[int]: ...
-
-
-@dataclass(slots=True, eq=False)
-class Place:
-    """A sequence's slot.
-
-    A snapshot is its state after `snapshot_end` tokens, which the step being scheduled writes to another slot.
+    Attributes:
+        chunk: a prefill's kernels know the states after each so many of its new tokens. A shorter chunk of a prompt
+            ends where no state can be kept.
     """
 
-    slot: int
-    source: int = -1  # the slot of the snapshot that it begins with; -1 for none
-    num_reused: int = 0  # the tokens that this snapshot is of
-    # Tokens that the KV cache knew when it began. If it had to begin without a state, others may share these tokens.
-    num_known: int = 0
-    snapshot: int = -1  # slot; -1 for no snapshot
-    snapshot_end: int = 0
-    lent: list[int] = field(default_factory=list)  # slots for the states after proposed tokens, in their order
+    chunk = 0
 
-    def slots_of_step(self, num_cached: int) -> tuple[int, int, int, int]:
-        """A column of `Context.slots` for a prefill that begins after num_cached tokens."""
-        first = -1 if num_cached == 0 else self.source if num_cached == self.num_reused else self.slot
-        return first, self.slot, self.snapshot, self.snapshot_end - num_cached if self.snapshot >= 0 else 0
+    def begin_step(self, manager: Any, takes_snapshots: bool) -> None:
+        """Prompts are about to be scheduled. takes_snapshots: whether by the kernels of a prefill."""
+        manager.lost_content_ids.clear()
 
-    def of_proposed(self, index: int) -> "Place":
-        """What the row of a proposed token has as its place in a step, where `Context.slots` says that it continues the
-        row before."""
-        return Place(-2 - self.lent[index])
+    def can_allocate(self) -> bool:
+        """Whether one more sequence can begin."""
+        return True
 
-    def copy_of_step(self, num_cached: int) -> tuple[int, int] | None:
-        """What a mixed step that begins after num_cached tokens copies first: the snapshot's slot, and its own one. Its
-        kernels read only slots that they write to. None: nothing."""
-        is_first = self.source >= 0 and num_cached == self.num_reused
-        return (self.source, self.slot) if is_first else None
-
-
-class Places:
-    """The scheduler's side of the stores (`layers.stores`) beside the paged KV cache: a state of fixed size for each
-    sequence, of which there is a limited number.
-
-    A sequence holds a slot from its first step to its end, or to its preemption, after which its state is computed
-    again. The other slots may hold snapshots: states after a known prefix, with which other sequences begin. They read
-    the snapshot and write to their own slot, so nothing is copied. When slots are short, the snapshot used longest ago
-    is dropped.
-
-    A step that computes proposed tokens (speculation) writes the state after each of them to a slot that the sequence
-    has for this step alone. The slot with the state after the last accepted token becomes the sequence's own.
-
-    A snapshot is known by the content id of the block that its prefix ends with (`block_manager.Block`), which stands
-    for all tokens up to there.
-    """
-
-    def __init__(self, num_slots: int, chunk: int = CHUNK):
-        """chunk: a prefill's kernels know the state after each so many of its new tokens."""
-        self.num_slots = num_slots
-        self.chunk = chunk
-        self._free = list(range(num_slots))
-        self._snapshots: OrderedDict[int, int] = OrderedDict()  # content id -> slot; used longest ago first
-        self._sources: set[int] = set()  # slots that the step being scheduled reads
-        self._is_open = True  # for snapshots
-
-    @property
-    def num_snapshots(self) -> int:
-        return len(self._snapshots)
-
-    # -- what a BlockManager calls -----------------------------------------------------------------------------------
-
-    def begin(self, seq: Sequence, manager: Manager, shared: list[int]) -> None:
+    def begin(self, seq: Sequence, manager: Any, shared: list[int]) -> None:
         """Give a sequence a place with its blocks. shared: ids of the blocks that it need not compute."""
-        num_known = len(manager.known_blocks(seq)) * manager.block_size
-        content_id = manager.blocks[shared[-1]].content_id if shared else 0
-        seq.place = self.allocate(len(shared) * manager.block_size, content_id, num_known)
 
     def end(self, seq: Sequence) -> None:
         """Take it back, if there is one."""
-        if seq.place is not None:
-            self.deallocate(seq.place)
-            seq.place = None
 
-    def reusable(self, manager: Manager, block_ids: list[int]) -> list[int]:
-        """Those of a sequence's known blocks that it need not compute: up to the last one whose state is known."""
-        return block_ids[: self.num_reusable_blocks([manager.blocks[i].content_id for i in block_ids])]
+    def reusable(self, manager: Any, block_ids: list[int]) -> list[int]:
+        """Those of a sequence's known blocks that it need not compute."""
+        return block_ids
 
-    def keep(self, seq: Sequence, manager: Manager) -> None:
-        """`keep_snapshot`, if the step that has been launched writes one of this sequence."""
-        if seq.place is not None and seq.place.snapshot >= 0:
-            last = seq.block_table[seq.place.snapshot_end // manager.block_size - 1]
-            self.keep_snapshot(seq.place, manager.blocks[last].content_id)
-
-    # -- slots -------------------------------------------------------------------------------------------------------
-
-    def begin_step(self, takes_snapshots: bool) -> None:
-        """The step before has been launched, so what it reads may be overwritten. takes_snapshots: whether this one is
-        computed by the kernels of a prefill."""
-        self._sources.clear()
-        self._is_open = takes_snapshots
-
-    def can_allocate(self) -> bool:
-        """Whether there is a slot for a sequence that has none, also if it begins with one of the snapshots."""
-        return bool(self._free) or len(self._snapshots.keys()) - len(self._sources) > 1
-
-    def allocate(self, num_reused: int, content_id: int, num_known: int) -> Place:
-        """A place for a sequence. Call can_allocate first.
-
-        num_reused: the tokens of the snapshot that it begins with, which has this content id; 0 for none. num_known:
-        the tokens that the KV cache knows.
-        """
-        source = -1
-        if num_reused:
-            source = self._snapshots[content_id]
-            self._snapshots.move_to_end(content_id)
-            self._sources.add(source)
-        return Place(self._take(), source, num_reused, num_known)
-
-    def deallocate(self, place: Place) -> None:
-        """Take the slot back. The step in flight may still use it; its next owner writes to it in a later step."""
-        self._free += [place.slot, *place.lent]
-        place.lent = []
-        if place.snapshot >= 0:
-            self._free.append(place.snapshot)
-
-    def lend(self, place: Place, count: int) -> int:
-        """Give a sequence slots for the states after the tokens that the next step proposes: `count`, or as many as
-        there are. Returns the number. `commit` ends it, or `deallocate`."""
-        while len(place.lent) < count and (slot := self._take()) >= 0:
-            place.lent.append(slot)
-        return len(place.lent)
-
-    def commit(self, place: Place, num_accepted: int) -> None:
-        """Let the state after the first num_accepted proposed tokens be the sequence's, and take the other slots
-        back."""
-        slots = [place.slot, *place.lent]
-        place.slot, place.lent = slots.pop(num_accepted), []
-        self._free += slots
-
-    def num_reusable_blocks(self, content_ids: AbstractSequence[int]) -> int:
-        """How many of a sequence's first blocks need not be computed: the longest beginning whose state is known.
-        content_ids: of the first blocks, as far as the KV cache knows them."""
-        for i in range(len(content_ids) - 1, -1, -1):
-            if content_ids[i] in self._snapshots:
-                return i + 1
-        return 0
-
-    def align_chunk(self, seq: Sequence) -> None:
-        """Let the chunk of a prompt that is scheduled end where a kernel's chunk does, if it is long enough: then the
-        next step can take snapshots."""
-        end = (seq.num_cached_tokens + seq.num_scheduled_tokens) // self.chunk * self.chunk
-        if end > seq.num_cached_tokens:
-            seq.num_scheduled_tokens = end - seq.num_cached_tokens
-
-    # -- snapshots ---------------------------------------------------------------------------------------------------
-
-    def request_snapshot(self, seq: Sequence, first: int, end: int) -> bool:
-        """Have the step that is being scheduled write a snapshot of the sequence, after as many tokens as possible of
-        more than `first` and at most `end`. One that it takes already may be taken earlier for that. Returns whether
-        there will be one."""
-        place = seq.place
-        if place is None or not self._is_open:
-            return False
-        if place.snapshot >= 0 and place.snapshot_end <= end:
-            return place.snapshot_end > first
-        unit = math.lcm(self.chunk, seq.block_size)
-        end = min(end, seq.num_cached_tokens + seq.num_scheduled_tokens) // unit * unit
-        if end <= max(first, seq.num_cached_tokens) or (end - seq.num_cached_tokens) % self.chunk:
-            return False
-        slot = place.snapshot if place.snapshot >= 0 else self._take()
-        if slot < 0:
-            return False
-        place.snapshot, place.snapshot_end = slot, end
+    def is_worth_waiting(self, manager: Any, seq: Sequence, num_shared: int, scheduled: Mapping[int, Sequence]) -> bool:
+        """Whether after this step the sequence can begin behind blocks that it computes. scheduled: their hashes, and
+        for whom they are computed. num_shared: the blocks that the sequence could share now."""
         return True
 
-    def request_usual_snapshot(self, seq: Sequence) -> None:
-        """At the end of its prompt. But a sequence that begins with no snapshot, though the KV cache knows its
-        beginning, is the second one with this beginning: there may be more of them."""
-        place = seq.place
-        if place is None or place.snapshot >= 0:
-            return
-        if place.num_known > place.num_reused == 0 and self.request_snapshot(seq, 0, place.num_known):
-            return
-        self.request_snapshot(seq, 0, seq.num_tokens - 1)
+    def align_chunk(self, seq: Sequence) -> None:
+        """Let the chunk of a prompt that is scheduled end where its state can be kept."""
 
-    def keep_snapshot(self, place: Place, content_id: int) -> None:
-        """Let others begin with the snapshot that a launched step writes. content_id: of its last block."""
-        slot, place.snapshot = place.snapshot, -1
-        if content_id in self._snapshots:
-            self._free.append(slot)
-        else:
-            self._snapshots[content_id] = slot
-        self._snapshots.move_to_end(content_id)
+    def request_snapshots(self, manager: Any, seqs: Iterable[Sequence]) -> None:
+        """The step that has been scheduled computes these prompts: have it keep states that others may begin with."""
+
+    def keep(self, seq: Sequence, manager: Any) -> None:
+        """The step that computes the sequence's newest blocks has been launched."""
+
+    def lend(self, seq: Sequence, count: int) -> int:
+        """Make room for the states after `count` proposed tokens, or for as many as there is room for. Returns the
+        number."""
+        return count
+
+    def commit(self, seq: Sequence, num_accepted: int) -> None:
+        """The first num_accepted proposed tokens were right."""
 
     def forget(self, content_id: int) -> None:
-        """Drop the snapshot with this content id, if there is one."""
-        slot = self._snapshots.pop(content_id, None)
-        if slot is not None:
-            self._free.append(slot)
+        """What is known of the prefix that ends with this content (`Block.content_id`) is wrong."""
 
     def forget_all(self) -> None:
-        self._free += self._snapshots.values()
-        self._snapshots.clear()
-
-    def _take(self) -> int:
-        """A free slot, or that of a snapshot, which is dropped; -1 if there is none."""
-        if self._free:
-            return self._free.pop()
-        unread = (content_id for content_id, slot in self._snapshots.items() if slot not in self._sources)
-        content_id = next(unread, None)
-        return -1 if content_id is None else self._snapshots.pop(content_id)
+        """No prefix is known any more."""

@@ -1,6 +1,6 @@
 """What the prefix cache can do beyond finding blocks: wait for one that is being computed, and forget them."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.sequence import Sequence
@@ -26,29 +26,13 @@ def is_worth_waiting(manager: BlockManager, seq: Sequence, scheduled: Mapping[in
     num_shared, max_shared = len(manager.shared_blocks(seq)), manager.max_shared_blocks(seq)
     if num_shared == max_shared or manager.block_hash(seq, num_shared) not in scheduled:
         return False
-    if manager.places is None:
-        return True
-    # It also needs the state after some of those blocks.
-    end = num_shared
-    while end < max_shared and manager.block_hash(seq, end) in scheduled:
-        other = scheduled[manager.block_hash(seq, end)]
-        end += 1
-    return manager.places.request_snapshot(other, num_shared * manager.block_size, end * manager.block_size)
-
-
-def request_usual_snapshots(manager: BlockManager, seqs: Iterable[Sequence]) -> None:
-    """Have the step that computes these sequences take snapshots of their states for later ones, in addition to those
-    that others wait for."""
-    if manager.enable_prefix_caching and manager.places is not None:
-        for seq in seqs:
-            manager.places.request_usual_snapshot(seq)
+    return manager.places.is_worth_waiting(manager, seq, num_shared, scheduled)
 
 
 def reset_prefix_cache(manager: BlockManager) -> None:
     """Forget every known prefix; blocks in use stay with their owners."""
     manager.hash_to_block_id.clear()
-    if manager.places is not None:
-        manager.places.forget_all()
+    manager.places.forget_all()
     for block in manager.blocks:
         block.update(-1, [])
 
@@ -59,8 +43,7 @@ def forget_blocks(manager: BlockManager, seq: Sequence) -> None:
         block_id = manager.hash_to_block_id.get(hash)
         if block_id is None:
             continue
-        if manager.places is not None:
-            manager.places.forget(manager.blocks[block_id].content_id)
+        manager.places.forget(manager.blocks[block_id].content_id)
         if manager.blocks[block_id].ref_count == 0:
             del manager.hash_to_block_id[hash]
             manager.blocks[block_id].update(-1, [])

@@ -3,13 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
 from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.ends import end_token_ids, note_end_token, note_failure
-from nanovllm.engine.places import Places
-from nanovllm.engine.prefix_cache import forget_blocks, request_usual_snapshots
+from nanovllm.engine.places import NoPlaces
+from nanovllm.engine.prefix_cache import forget_blocks
 from nanovllm.engine.requests.length_limit import LengthLimit
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
@@ -30,7 +31,7 @@ class Scheduler:
         config: an engine's Config, whose num_kvcache_blocks ModelRunner has set; or anything with max_num_seqs,
             max_num_batched_tokens, kvcache_block_size, num_kvcache_blocks and eos, a token or several.
         mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
-        make_places: what makes the `Places` in the model's stores beside the KV cache, if there are any.
+        make_places: makes the places in the model's stores beside the KV cache.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -40,7 +41,7 @@ class Scheduler:
         awaits_tokens: nothing may be scheduled before the tokens of the step in flight are known.
     """
 
-    def __init__(self, config: Any, mixed_step_rows: int = 0, make_places: Callable[[], Places] | None = None):
+    def __init__(self, config: Any, mixed_step_rows: int = 0, make_places: Callable[[], NoPlaces] = NoPlaces):
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
         self.eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)
@@ -60,10 +61,11 @@ class Scheduler:
 
     def reset(self) -> None:
         """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
-        self.block_manager = BlockManager(*self._cache, self._make_places and self._make_places())
+        self.block_manager = BlockManager(*self._cache, self._make_places())
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`
+        self._watches_text = False  # a sequence has a text_stream
         self.awaits_tokens = False
 
     def is_finished(self) -> bool:
@@ -78,6 +80,7 @@ class Scheduler:
         seq.block_size = self.block_size
         is_usual = not (seq.ignore_eos or seq.request.params.stop_token_ids)
         seq.request.end_token_ids = self._ends if is_usual else end_token_ids(seq, self.eos)
+        self._watches_text = seq.completion.text_stream is not None or (self._watches_text and not self.is_finished())
         self.waiting.append(seq)
 
     def schedule(self) -> Step:
@@ -105,11 +108,8 @@ class Scheduler:
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
         places = self.block_manager.places
-        min_chunk = 0 if mixed else budget // MIN_CHUNK_SHARE
-        if places is not None:
-            places.begin_step(takes_snapshots=mixed is None)
-            if not mixed:  # A shorter chunk would end where no state can be kept.
-                min_chunk = min(max(min_chunk, places.chunk), budget)
+        places.begin_step(self.block_manager, takes_snapshots=mixed is None)
+        min_chunk = 0 if mixed else min(max(budget // MIN_CHUNK_SHARE, places.chunk), budget)
         admission = Admission(self.block_manager, self.running, self.max_num_seqs, self.max_seq_len, min_chunk)
         seqs: list[Sequence] = []
         deferred: list[Sequence] = []
@@ -130,8 +130,7 @@ class Scheduler:
             seq.num_scheduled_tokens = min(num_left, budget)
             budget -= seq.num_scheduled_tokens
             if seq.num_scheduled_tokens < num_left:
-                if places is not None:
-                    places.align_chunk(seq)
+                places.align_chunk(seq)
                 # A chunk, which ends the budget. The sequence keeps its blocks, so it goes to the very head of the
                 # queue: behind a sequence that finds no free block it would wait for ever.
                 deferred.insert(0, seq)
@@ -142,8 +141,7 @@ class Scheduler:
             if mixed:
                 mixed.add_running(seq)
         self.waiting.extendleft(reversed(deferred))
-        if places is not None:
-            request_usual_snapshots(self.block_manager, seqs)
+        places.request_snapshots(self.block_manager, seqs)
         return seqs
 
     def _begin(self, seq: Sequence, num_shared: int) -> None:
@@ -205,6 +203,8 @@ class Scheduler:
         Returns:
             The sequences that finished.
         """
+        if len(token_ids) != len(seqs):
+            raise ValueError(f"token_ids: {len(token_ids)} tokens for {len(seqs)} sequences")
         step = Step(seqs, is_prefill)
         self.advance(step)
         return self.record(step, token_ids)
@@ -215,8 +215,12 @@ class Scheduler:
 
         The step may still read blocks that are freed here. Their next owner writes to them in a later step, after it.
         """
+        self._advance(step.seqs, step.heads)
+
+    def _advance(self, seqs: list[Sequence], rows: AbstractSequence[int]) -> None:
+        """rows: of each sequence, the one whose token follows its scheduled tokens."""
         block_size, max_seq_len = self.block_size, self.max_seq_len
-        for row, seq in enumerate(step.seqs):
+        for row, seq in zip(rows, seqs, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # A token of the step before ended it after this step was launched.
             before, num_tokens = seq.num_cached_tokens, seq.num_tokens
@@ -240,21 +244,29 @@ class Scheduler:
 
         Args:
             step: what schedule() returned. The log-probabilities of its tokens are on the host by now.
-            token_ids: one for each of its sequences. Those of unfinished prefills are ignored; NON_FINITE ends a
-                sequence with finish reason "error".
+            token_ids: one for each row that was sampled from. Those of unfinished prefills are ignored; NON_FINITE
+                ends a sequence with finish reason "error".
 
         Returns:
             The sequences that finished.
         """
+        return self._record(step, step.seqs, step.heads, token_ids)
+
+    def _record(
+        self, step: Step, seqs: list[Sequence], rows: AbstractSequence[int], token_ids: list[int]
+    ) -> list[Sequence]:
+        """seqs, rows: some of the step's, as for `_advance`."""
         finished = []
         num_ignored = 0
         logprobs = None if step.logprobs is None else step.logprobs.of_samples()
-        for row, (seq, token_id) in enumerate(zip(step.seqs, token_ids, strict=True)):
+        for row, seq in zip(rows, seqs, strict=True):
             if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
                 num_ignored += 1
                 continue
+            token_id = token_ids[row]
             is_end = token_id in seq.request.end_token_ids
             if is_end and token_id == NON_FINITE:
+                seq.completion.error = step.errors.get(row)
                 self._fail(seq)
                 num_ignored += 1
             else:
@@ -265,10 +277,20 @@ class Scheduler:
                     self._end_at(seq, token_id)
             if seq.status is SequenceStatus.FINISHED:
                 finished.append(seq)
+        if self._watches_text:
+            finished += self._stop_at_texts(seqs)
         if self._has_finished:
             self._drop_finished()
-        self.num_generated_tokens += len(token_ids) - num_ignored
+        self.num_generated_tokens += len(seqs) - num_ignored
         return finished
+
+    def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:
+        """End the sequences whose newest token completes a stop string. Returns those that had not ended anyway."""
+        streams = [(seq, seq.completion.text_stream) for seq in seqs]
+        stopped = [seq for seq, stream in streams if stream is not None and stream.read(seq)]
+        ended = [seq for seq in stopped if not seq.is_finished]
+        self.stop(ended)
+        return ended
 
     def stop(self, seqs: list[Sequence]) -> None:
         """End sequences whose text has reached a stop string, at the token that has just been recorded."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
+from nanovllm.engine.batch_sizes import MAX_GRAPH_BATCH_SIZE
 from nanovllm.engine.start.package_kernels import CompileProcesses
 from nanovllm.kernels.launch import compile_ahead
 from nanovllm.layers.activation import Gated

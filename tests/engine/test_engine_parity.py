@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.runner.inputs import DecodeInputs
+from nanovllm.engine.inputs import DecodeInputs
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,9 @@ def test_rows_that_pad_a_batch_touch_nothing(base, monkeypatch):
         plain = llm.generate(prompts, params, use_tqdm=False)
     write, num_padding = DecodeInputs.write, set()
 
-    def padded(self, step, num_rows):
+    def padded(self, step, rows, num_rows):
         num_padding.add(-num_rows % 4)
-        write(self, step, num_rows + -num_rows % 4)
+        write(self, step, rows, num_rows + -num_rows % 4)
 
     monkeypatch.setattr(DecodeInputs, "write", padded)
     with make_llm(path) as llm:

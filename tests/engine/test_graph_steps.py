@@ -3,7 +3,7 @@
 import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm
 
-from nanovllm.engine.runner.cuda_graphs import StepKind
+from nanovllm.engine.step import StepKind
 
 SIZES = [1, 2, 4, 8]
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.runner.cuda_graphs import StepKind
-from nanovllm.engine.runner.inputs import DecodeInputs, send_prefill, write_prefill
+from nanovllm.engine.features.columns import AttentionColumns
+from nanovllm.engine.inputs import DecodeInputs, send_prefill, write_prefill
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Rows, Step, StepKind
 from nanovllm.utils.context import Context
 
 
@@ -43,13 +43,13 @@ def four_tokens() -> Sequence:
 
 def prefill(seqs: list[Sequence], block_size: int) -> Step:
     step = Step(seqs, True, len(seqs))
-    write_prefill(step, block_size)
+    write_prefill(step, Rows.of(step), block_size)
     return step
 
 
 def decode(inputs: DecodeInputs, seqs: list[Sequence], num_rows: int) -> Step:
     step = Step(seqs, False, sum(seq.is_prefill for seq in seqs))
-    inputs.write(step, num_rows)
+    inputs.write(step, Rows.of(step), num_rows)
     return step
 
 
@@ -59,7 +59,7 @@ def test_prefill_inputs(drawn):
     inputs = send_prefill(prefill(seqs, block_size), torch.device("cpu"))
     context = inputs.context
     input_ids, positions, _, temperatures, seeds, sample_positions = (
-        each if isinstance(each, Context) else each.tolist() for each in inputs
+        each if isinstance(each, Context) else each.tolist() for each in inputs[:6]
     )
     spans = [range(seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens) for seq in seqs]
     computed = [(seq, p) for seq, span in zip(seqs, spans, strict=True) for p in span]
@@ -98,7 +98,8 @@ def test_a_worker_has_the_same_tensors_of_a_pickled_prefill(drawn):
 @given(steps=st.lists(st.tuples(scheduled(), st.integers(0, 3)), min_size=1, max_size=4))
 def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
     """Also those that it takes from its own last step, and after a step of its own that rank 0 has not written."""
-    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), planning_backend(4, 2, [None, 3])) for _ in range(2))
+    backend = planning_backend(4, 2, [None, 3])
+    ours, theirs = (DecodeInputs(4, 12, 4, torch.device("cpu"), [AttentionColumns(backend)]) for _ in range(2))
     for inputs in (ours, theirs):
         inputs.sampled.copy_(torch.arange(100, 100 + len(inputs.sampled)))
     theirs.pad(3)
@@ -117,7 +118,7 @@ def test_a_worker_has_the_same_tensors_of_pickled_decode_steps(steps):
 
 
 def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_its_sequences():
-    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), planning_backend(512, 8)), []
+    inputs, sizes = DecodeInputs(512, 200, 256, torch.device("cpu"), [AttentionColumns(planning_backend(512, 8))]), []
     for num_tokens in (300, 30_000):
         seq = Sequence([7] * num_tokens)
         seq.block_table, seq.is_prefill = list(range(seq.num_blocks)), False
@@ -127,7 +128,7 @@ def test_what_a_worker_gets_of_a_decode_step_does_not_grow_with_the_tokens_of_it
 
 def _flat(inputs) -> list:
     values = []
-    for each in inputs:
+    for each in inputs[:6]:
         fields_of = [getattr(each, f.name) for f in fields(each)] if isinstance(each, Context) else [each]
         for value in fields_of:
             values += value.values() if isinstance(value, dict) else [value]
@@ -141,7 +142,9 @@ def _flat(inputs) -> list:
 def test_mixed_inputs(steps, windows):
     """Several steps, as a row may have had another sequence's table before, or the same; all of one block size."""
     tables = [[16 * row + i for i in range(12)] for row in range(4)]
-    inputs = DecodeInputs(4, 12, 4, torch.device("cpu"), planning_backend(60, 2, windows), mixed_step_rows=60)
+    inputs = DecodeInputs(
+        4, 12, 4, torch.device("cpu"), [AttentionColumns(planning_backend(60, 2, windows))], mixed_step_rows=60
+    )
     for (seqs, _), num_running, num_padding in steps:
         for row, seq in enumerate(seqs):
             seq.is_prefill = row >= num_running
@@ -195,7 +198,7 @@ def _row(seq: Sequence, position: int) -> tuple[int, int, int]:
 def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
     """They fit the inputs' memory and the workspace, and every row has its keys in them."""
     backend = planning_backend(max_num_seqs, num_kv_heads)
-    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), backend)
+    inputs = DecodeInputs(max_num_seqs, 20, 256, torch.device("cpu"), [AttentionColumns(backend)])
     seqs = []
     for i in range(max_num_seqs):
         seq = Sequence([0] * (1 + 977 * i % 5000), seed=i)
@@ -214,7 +217,7 @@ def test_plans_of_every_batch_size(max_num_seqs, num_kv_heads):
 
 def test_padding_rows_read_and_write_nothing():
     """Those that make up a captured batch."""
-    inputs = DecodeInputs(8, 20, 256, torch.device("cpu"), planning_backend(8, 2))
+    inputs = DecodeInputs(8, 20, 256, torch.device("cpu"), [AttentionColumns(planning_backend(8, 2))])
     seqs = []
     for i in range(5):
         seq = Sequence(list(range(10 * i + 1)), seed=i)
@@ -236,7 +239,7 @@ def test_padding_rows_read_and_write_nothing():
 
 
 def test_a_row_has_its_sequences_blocks_as_their_table_grows_and_is_replaced():
-    inputs = DecodeInputs(2, 4, 4, torch.device("cpu"), planning_backend(2, 2))
+    inputs = DecodeInputs(2, 4, 4, torch.device("cpu"), [AttentionColumns(planning_backend(2, 2))])
     seq, other = (four_tokens() for i in range(2))
     seq.is_prefill = other.is_prefill = False
     seq.block_table, other.block_table = [5], [9]
@@ -263,7 +266,7 @@ def test_a_row_has_its_sequences_blocks_as_their_table_grows_and_is_replaced():
 
 def test_a_row_of_a_prompt_is_another_sequences_in_the_next_step():
     """It had the prompt's blocks, not those of the sequence that had this row before."""
-    inputs = DecodeInputs(3, 4, 4, torch.device("cpu"), planning_backend(6, 2), mixed_step_rows=6)
+    inputs = DecodeInputs(3, 4, 4, torch.device("cpu"), [AttentionColumns(planning_backend(6, 2))], mixed_step_rows=6)
     seqs = [four_tokens() for i in range(3)]
     for i, seq in enumerate(seqs):
         seq.is_prefill, seq.block_table, seq.num_cached_tokens, seq.num_scheduled_tokens = False, [i], 3, 1
@@ -276,7 +279,7 @@ def test_a_row_of_a_prompt_is_another_sequences_in_the_next_step():
 
 
 def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
-    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), planning_backend(6, 2))
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), [AttentionColumns(planning_backend(6, 2))])
     inputs.sampled.copy_(torch.arange(100, 106))
     seqs = []
     for i, pending_row in enumerate([3, -1, 0, 5, -1]):
@@ -292,7 +295,7 @@ def test_rows_feed_what_the_last_step_drew_where_the_host_has_not_read_it():
 
 def test_tokens_have_memory_of_their_own_until_the_step_after_next():
     """Also where inputs are written in between that no step draws from, as for a capture."""
-    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), planning_backend(6, 2))
+    inputs = DecodeInputs(6, 4, 256, torch.device("cpu"), [AttentionColumns(planning_backend(6, 2))])
     first = inputs.tokens_on_host(5).fill_(1)
     inputs.pad(2)
     second = inputs.tokens_on_host(6).fill_(2)
@@ -304,7 +307,7 @@ def test_tokens_have_memory_of_their_own_until_the_step_after_next():
 
 @pytest.mark.gpu
 def test_a_capture_before_a_step_is_sent_leaves_its_host_buffer_alone():
-    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), planning_backend(4, 2))
+    inputs = DecodeInputs(4, 4, 256, torch.device("cuda"), [AttentionColumns(planning_backend(4, 2))])
     seqs = [Sequence([10 + i], seed=i) for i in range(2)]
     for seq in seqs:
         seq.block_table, seq.is_prefill = [0], False

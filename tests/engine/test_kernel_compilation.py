@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 
 from decode_cases import H200
 
-from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
+from nanovllm.engine.batch_sizes import MAX_GRAPH_BATCH_SIZE, graph_batch_sizes
 from nanovllm.engine.start.kernel_compilation import (
     telling_batch_sizes,
     trace_products,

@@ -128,9 +128,9 @@ def test_what_is_left_of_a_prompt_goes_on_in_a_prefill_step_where_nothing_runs()
     assert prompt.num_cached_tokens == 17
 
 
-def test_only_plain_requests_behind_the_first_one_too():
+def test_no_prompt_whose_own_log_probabilities_are_wanted_behind_the_first_one_too():
     scheduler, running = one_running()
-    first, asks = add(scheduler, 2, 10), add(scheduler, 2, 10, logprobs=1)
+    first, asks = add(scheduler, 2, 10), add(scheduler, 2, 10, prompt_logprobs=1)
     assert step(scheduler)[:2] == ([running, first], False)
     assert step(scheduler)[:2] == ([asks], True)
 
@@ -142,12 +142,12 @@ def test_only_prompts_that_make_the_batch_no_longer_behind_the_first_one_too():
     assert step(scheduler)[:2] == ([longest], True)
 
 
-def test_only_plain_requests():
-    scheduler, _ = one_running()
-    asks = add(scheduler, 3, 10, logprobs=1)
+def test_no_prompt_whose_own_log_probabilities_are_wanted():
+    scheduler, running = one_running()
+    asks = add(scheduler, 3, 10, prompt_logprobs=1)
     assert step(scheduler)[:2] == ([asks], True)
-    prompt = add(scheduler, 3, 5)
-    assert step(scheduler)[:2] == ([prompt], True)
+    prompt = add(scheduler, 3, 5, logprobs=1)
+    assert step(scheduler)[:2] == ([running, asks, prompt], False), "those of tokens that are sampled do no harm"
 
 
 def test_a_prompt_that_is_under_way_gives_its_blocks_to_those_that_run():

@@ -2,6 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, postprocess, step
 
-from nanovllm.engine.places import Places
+from nanovllm.engine.features.places import Places
 from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.layers.stores.store import NUM_SNAPSHOTS, Store
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -214,18 +215,17 @@ def test_chunks_of_a_prompt_end_where_a_snapshot_can_be_taken():
 
 def test_the_state_after_the_last_accepted_token_is_kept():
     places = Places(6)
-    place, other = (places.allocate(0, 0, 0) for _ in range(2))
+    seq, other = (SimpleNamespace(place=places.allocate(0, 0, 0)) for _ in range(2))
     for num_accepted in (0, 1, 2, 3):
-        assert places.lend(place, 3) == 3
-        slots = [place.slot, *place.lent]
-        assert [-2 - place.of_proposed(i).slot for i in range(3)] == place.lent
-        assert len({*slots, other.slot}) == 5
-        places.commit(place, num_accepted)
-        assert place.slot == slots[num_accepted]
-    assert places.lend(place, 9) == 4
+        assert places.lend(seq, 3) == 3
+        slots = [seq.place.slot, *seq.place.lent]
+        assert len({*slots, other.place.slot}) == 5
+        places.commit(seq, num_accepted)
+        assert seq.place.slot == slots[num_accepted]
+    assert places.lend(seq, 9) == 4
     assert places.lend(other, 1) == 0, "none is left"
     assert not places.can_allocate()
-    places.commit(place, 4)
+    places.commit(seq, 4)
     places.commit(other, 0)
     assert places.can_allocate()
 
@@ -237,9 +237,9 @@ def test_proposed_tokens_come_before_snapshots():
     step(scheduler)
     places = scheduler.block_manager.places
     assert places.num_snapshots == 1
-    assert places.lend(seq.place, 2) == 2
+    assert places.lend(seq, 2) == 2
     assert places.num_snapshots == 1
-    assert places.lend(seq.place, 3) == 3
+    assert places.lend(seq, 3) == 3
     assert places.num_snapshots == 0
     scheduler.abort()
     check_scheduler(scheduler)
@@ -257,9 +257,9 @@ def test_no_slot_is_lost_or_shared(actions):
             held.remove(place)
             places.deallocate(place)
         elif action == 2 and place:
-            assert places.lend(place, number) == len(place.lent)
+            assert places.lend(SimpleNamespace(place=place), number) == len(place.lent)
         elif action == 3 and place:
-            places.commit(place, min(number, len(place.lent)))
+            places.commit(SimpleNamespace(place=place), min(number, len(place.lent)))
         elif action == 4 and place and place.snapshot < 0:
             place.snapshot = places._take()
             if place.snapshot >= 0:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from invariants import FakeModel, check_scheduler, run_alone
 from schedulers import EOS, SIZE, make_scheduler, postprocess
 
-from nanovllm.engine.places import Places
+from nanovllm.engine.features.places import Places
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -41,7 +41,7 @@ def drive(
     num_completions = sum(min(seq.max_tokens, scheduler.max_seq_len) for _, seq in arrivals)
     places = scheduler.block_manager.places
     bound = 10 + num_completions * (2 + scheduler.max_seq_len // scheduler.max_num_batched_tokens)
-    bound *= 1 if places is None else 2  # Chunks of prompts may be shorter.
+    bound *= 2 if isinstance(places, Places) else 1  # Chunks of prompts may be shorter.
     flying: tuple[Step, list[int]] | None = None
     now = 0
     while arrivals or flying or not scheduler.is_finished():
@@ -69,7 +69,7 @@ def drive(
         seen["finished"] += len(finished)
         check_scheduler(scheduler)
         model.cache.check_findable()
-        if places is not None:
+        if isinstance(places, Places):
             model.states.check_findable()
         seen["several readers"] += any(block.ref_count > 1 for block in scheduler.block_manager.blocks)
         assert now <= bound, "no end in sight"
@@ -91,7 +91,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
     assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
     assert not is_mixed or all(seq.request.params.is_plain for seq in seqs), "whose draw needs logits"
     seen["mixed"] += is_mixed
-    has_places = scheduler.block_manager.places is not None
+    has_places = isinstance(scheduler.block_manager.places, Places)
     if (
         is_prefill
         and not has_places

@@ -38,15 +38,10 @@ def begin(scheduler, *seqs: Sequence) -> Step:
     return step
 
 
-def proposed(step: Step) -> list[list[int]]:
-    return [[] if proposal is None else proposal.tokens for proposal in step.proposals]
-
-
 def test_each_sequence_gets_the_right_tokens_and_the_one_after_them(scheduler):
     seqs = [add(scheduler, PROMPT) for _ in range(3)]
     step = begin(scheduler, *seqs)
-    assert proposed(step) == [[12, 13, 14, 15]] * 3
-    assert [row.last_token for row in step.rows] == [11, 12, 13, 14, 15] * 3
+    assert step.proposed == [[12, 13, 14, 15]] * 3
     # All four are right; the first two; none.
     drawn = [[12, 13, 14, 15, 70], [12, 13, 71, 15, 72], [73, 13, 14, 15, 74]]
     assert scheduler.record(step, [token for tokens in drawn for token in tokens]) == []
@@ -63,7 +58,7 @@ def test_nothing_follows_an_end(scheduler, place):
     """Also where it is one of the right tokens, and where it is the one after them."""
     seq, other = add(scheduler, [EOS if token == 12 + place else token for token in PROMPT]), add(scheduler, PROMPT)
     step = begin(scheduler, seq, other)
-    own, _ = proposed(step)
+    own, _ = step.proposed
     right = [12, 13, 14, 15, 70][:place]
     drawn = [*right, EOS, *own[place + 1 :], 99][: len(own) + 1]
     assert scheduler.record(step, [*drawn, 12, 71, 14, 15, 72]) == [seq]
@@ -79,7 +74,7 @@ def test_no_token_is_proposed_that_the_length_leaves_no_room_for(scheduler, max_
     seq = add(scheduler, PROMPT, max_tokens=max_tokens)
     step = begin(scheduler, seq)
     count = min(4, max_tokens - 2)
-    assert proposed(step) == ([[12, 13, 14, 15][:count]] if count else [])
+    assert step.proposed == ([[12, 13, 14, 15][:count]] if count else [])
     finished = scheduler.record(step, [*[12, 13, 14, 15][:count], 70])
     assert seq.completion_token_ids == [11, *[12, 13, 14, 15][:count], 70]
     assert finished == ([seq] if count == max_tokens - 2 else [])
@@ -98,4 +93,4 @@ def test_samples_propose_what_one_of_them_said_and_no_more(scheduler):
             scheduler.advance(step)
     assert first.completion_token_ids == [11, 12, 13]
     second = add(scheduler, [20, 21], max_tokens=9)
-    assert proposed(begin(scheduler, second)) == [[12]]
+    assert begin(scheduler, second).proposed == [[12]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from checkpoints import needs_family
 
-from nanovllm.engine.runner.cuda_graphs import MAX_GRAPH_BATCH_SIZE
+from nanovllm.engine.batch_sizes import MAX_GRAPH_BATCH_SIZE
 from nanovllm.layers.matmul.candidates import ALL
 from nanovllm.layers.matmul.row import Row
 from nanovllm.layers.matmul.table import Choice, Key, Table, package_table, read_table

@@ -3,26 +3,13 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from nanovllm.engine.step import StepKind
+
 Compute = Callable[[int], None]  # of a batch size
-
-MAX_GRAPH_BATCH_SIZE = 512  # Larger batches run without a graph, as in nano-vLLM.
-
-
-def graph_batch_sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, 16, 32, 48, ... up to min(max_num_seqs, MAX_GRAPH_BATCH_SIZE), which is always the last."""
-    largest = min(max_num_seqs, MAX_GRAPH_BATCH_SIZE)
-    sizes = [size for size in (1, 2, 4, 8, *range(16, largest + 1, 16)) if size < largest]
-    return [*sizes, largest]
-
-
-def mixed_batch_sizes(num_rows: int, max_num_seqs: int) -> list[int]:
-    """Numbers of sequences for which mixed steps have graphs: 64, 128, 192, ... up to the most that they may have."""
-    largest = min(num_rows, max_num_seqs)
-    return [*range(64, largest, 64), largest]
 
 
 @cache
@@ -30,22 +17,6 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
     """The stream to capture on. torch's default is one of the first device, for all devices. There is not one for each
     engine, because cuBLAS keeps a workspace for every stream."""
     return torch.cuda.Stream(device)
-
-
-class StepKind(NamedTuple):
-    """Decode steps of one kind have graphs of their own."""
-
-    is_mixed: bool = False
-    shares_reads: bool = False  # as of the step
-    gives_logits: bool = False  # It ends at the logits; else a token is drawn behind them.
-
-    @property
-    def text(self) -> str:
-        """For the log, behind a noun."""
-        return " of mixed steps" if self.is_mixed else " of speculative steps" if self.shares_reads else ""
-
-
-PLAIN_STEP = StepKind()
 
 
 class DecodeGraphs:
@@ -69,15 +40,6 @@ class DecodeGraphs:
         """Say which graphs there may be. pool: memory that others use too which never run while these do."""
         self.sizes, self.pool = sizes, pool
         self.size_for = {n: sizes[bisect_left(sizes, n)] for n in range(1, sizes[-1] + 1)}
-
-    def capture_all(self, decode: Compute, prepare: Compute, tell: Callable[[int, int], None]) -> None:
-        """Capture each size, the largest first, so that the smaller ones fit into its memory.
-
-        decode, prepare: as for `capture`. tell: called with the number of graphs captured so far, and of all.
-        """
-        for i, size in enumerate(reversed(self.sizes)):
-            tell(i, len(self.sizes))
-            self.capture(size, decode, prepare)
 
     def capture(self, batch_size: int, decode: Compute, prepare: Compute) -> None:
         """Capture the graph of one of the sizes, unless it exists. That waits for the device and overwrites the
@@ -124,9 +86,11 @@ class StepGraphs(dict[StepKind, DecodeGraphs]):
         return graphs
 
     def use_sizes(self, kind: StepKind, sizes: list[int]) -> DecodeGraphs:
-        """The graphs of a kind of step, which may have these sizes from now on."""
+        """The graphs of a kind of step, which may have these sizes from now on; and so may those of its steps that give
+        logits, which are captured when a request first needs them."""
         self.pool = self.pool or torch.cuda.graph_pool_handle()
-        self[kind].use_sizes(sizes, self.pool)
+        for each in (kind, kind._replace(gives_logits=True)):
+            self[each].use_sizes(sizes, self.pool)
         return self[kind]
 
     def clear(self) -> None:

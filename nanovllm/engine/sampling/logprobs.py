@@ -94,21 +94,22 @@ def prompt_rows(seqs: list[Sequence]) -> list[tuple[int, int, int, int]]:
 def prompt_logprobs(
     step: Step, hidden_states: torch.Tensor, compute_logits: Callable[[torch.Tensor], torch.Tensor]
 ) -> LogprobRows | None:
-    """Log-probabilities of the prompt tokens that step.prompt_rows predict. All ranks compute the logits; rank 0
-    has the sequences and gets the result.
+    """Log-probabilities of the prompt tokens that the step's `prompt_rows` predict. All ranks compute the logits; rank
+    0 has the sequences and gets the result.
 
     Args:
         hidden_states: [num_tokens, hidden_size] of all the prefill's tokens.
         compute_logits: hidden states -> logits [.., vocab_size], with every rank's part.
     """
-    wanted = torch.cat([hidden_states[start : start + count] for _, start, count, _ in step.prompt_rows])
+    rows = step.extras["prompt rows"]
+    wanted = torch.cat([hidden_states[start : start + count] for _, start, count, _ in rows])
     logits = map(compute_logits, wanted.split(_POSITIONS_AT_ONCE))
     if not step.seqs:  # a worker
         for _ in logits:
             pass
         return None
     owners, targets = {}, []
-    for row, _, count, first in step.prompt_rows:
+    for row, _, count, first in rows:
         seq = step.seqs[row]
         owners[row] = count, cast(int, seq.request.params.prompt_logprobs)
         targets.append(np.frombuffer(seq.token_ids, np.int32)[first : first + count])

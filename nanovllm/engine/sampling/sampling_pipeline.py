@@ -11,9 +11,9 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sampling.logprobs import LogprobRows
+from nanovllm.engine.sampling.proposed_row import ProposedRow, sampled_rows
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation.proposed_row import ProposedRow
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Step, StepLogits
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling.logprobs import token_logprobs
@@ -40,21 +40,21 @@ class SamplingPipeline:
 
     def draw(self, step: Step) -> tuple[torch.Tensor, LogprobRows | None]:
         """Sample the step's tokens, int64 [num_sampled] on the device, and the log-probabilities that were asked for.
-        NON_FINITE is the token of a sequence for which none is left (its `error` says why). The host must know every
+        NON_FINITE is the token of a row for which none is left (`Step.errors` says why). The host must know every
         token of a sequence with a grammar or bad words by now."""
-        arrays = self._host_arrays(step)
+        seqs = sampled_rows(step)
+        arrays = self._host_arrays(step, seqs)
         device = send_arrays(arrays, self.device) if arrays else {}
-        model_logits, temperatures = cast(torch.Tensor, step.logits), cast(torch.Tensor, step.temperatures)
-        logits, thresholds = self._edited(model_logits, step.fed_tokens, device), None
+        model_logits, temperatures, seeds, positions, fed_tokens, _ = cast(StepLogits, step.logits)
+        logits, thresholds = self._edited(model_logits, fed_tokens, device), None
         if "top_k" in device:
             truncation = (device[name] for name in ("top_k", "top_p", "min_p"))
             thresholds = sampling_thresholds(logits, temperatures, *truncation)
-        tokens = self.sampler(logits, temperatures, step.seeds, step.positions, thresholds)
+        tokens = self.sampler(logits, temperatures, seeds, positions, thresholds)
         if "reported" not in device:
             return tokens, None
         rows: torch.Tensor | slice = device["reported"]
         reported = arrays["reported"].tolist()
-        seqs: list[Any] = step.rows or step.seqs
         wanted = [cast(int, seqs[row].request.params.logprobs) for row in reported]
         owners, num_top = dict(zip(reported, zip(repeat(1), wanted), strict=True)), max(wanted)
         if len(reported) == len(tokens):
@@ -97,9 +97,8 @@ class SamplingPipeline:
 
     # -- what the device needs to know, as arrays of the host ----------------------------------------------------
 
-    def _host_arrays(self, step: Step) -> dict[str, np.ndarray]:
-        """Rows are those of the step; biased and forbidden are places in the flat logits."""
-        seqs: list[Any] = step.rows or step.seqs
+    def _host_arrays(self, step: Step, seqs: list[Any]) -> dict[str, np.ndarray]:
+        """seqs: `sampled_rows`. Rows are those of the step; biased and forbidden are places in the flat logits."""
         truncated, penalized, masked, reported = (list[int]() for _ in range(4))
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
         for row, seq in enumerate(seqs):
@@ -132,9 +131,8 @@ class SamplingPipeline:
                 continue
             flat["forbidden"] += [tokens + first for tokens in forbidden]
             if sum(map(len, forbidden)) >= self.vocab_size and len(set(np.concatenate(forbidden))) == self.vocab_size:
-                seq.completion.error = (
-                    "no token is left to draw: bad_words and min_tokens, which keeps away the ends, exclude all"
-                )
+                text = "no token is left to draw: bad_words and min_tokens, which keeps away the ends, exclude all"
+                step.errors[row] = text
         arrays = {name: np.concatenate(values) for name, values in flat.items() if values}
         if reported:
             arrays["reported"] = np.array(reported, np.int64)
@@ -151,7 +149,7 @@ class SamplingPipeline:
         if penalized:
             arrays |= self._penalty_arrays(seqs, penalized, step.is_prefill)
         if masked:
-            arrays |= self._mask_arrays(seqs, masked)
+            arrays |= self._mask_arrays(seqs, masked, step.errors)
         return arrays
 
     def _penalty_arrays(self, seqs: list[Any], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
@@ -179,38 +177,32 @@ class SamplingPipeline:
             "strengths": np.array(strengths, np.float32).T,
         }
 
-    def _mask_arrays(self, seqs: list[Any], rows: list[int]) -> dict[str, np.ndarray]:
+    def _mask_arrays(self, seqs: list[Any], rows: list[int], errors: dict[int, str]) -> dict[str, np.ndarray]:
         bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
         grammars = []
-        for i, seq in enumerate(seqs[row] for row in rows):
-            grammar = seq.completion.grammar
+        for i, row in enumerate(rows):
+            seq, grammar = seqs[row], seqs[row].completion.grammar
             if grammar is not None:
                 fault = grammar.advance(seq.token_ids, seq.num_completion_tokens)
                 if fault is not None:
-                    seq.completion.error = f"structured_outputs: the form cannot be followed any further: {fault}"
+                    errors[row] = f"structured_outputs: the form cannot be followed any further: {fault}"
                 if isinstance(seq, ProposedRow):  # Its sequence goes on from before the proposed tokens.
-                    self._fill_masks([(seq, i)], bitmask)
+                    _fill_masks([(grammar, i, row)], bitmask, errors)
                     grammar.rewind(seq.num_proposed)
                 else:
-                    grammars.append((seq, i))
+                    grammars.append((grammar, i, row))
         if grammars:
-            self._fill_masks(grammars, bitmask)
+            _fill_masks(grammars, bitmask, errors)
         for mask, row in zip(bitmask, rows, strict=True):
-            self._narrow(mask, seqs[row])
-            if seqs[row].completion.error is not None:
+            fault = self._narrow(mask, seqs[row])
+            if fault is not None:
+                errors.setdefault(row, fault)
+            if row in errors:
                 mask.fill(0)  # The sampler finds no token, which ends the sequence.
         return {"masked": np.array(rows, np.int64), "bitmask": bitmask}
 
-    @staticmethod
-    def _fill_masks(seqs: list[tuple[Any, int]], bitmask: np.ndarray) -> None:
-        """Of sequences with a grammar, each into its row."""
-        seqs[0][0].completion.grammar.grammars.fill_masks([(seq.completion.grammar, row) for seq, row in seqs], bitmask)
-        for seq, row in seqs:
-            if seq.completion.grammar.is_stuck(bitmask[row]):
-                _fail(seq, "structured_outputs: no text that begins like this one has the form")
-
-    def _narrow(self, mask: np.ndarray, seq: Sequence) -> None:
-        """Remove from a mask what the request forbids. If nothing is left, the sequence gets an error."""
+    def _narrow(self, mask: np.ndarray, seq: Sequence) -> str | None:
+        """Remove from a mask what the request forbids. Returns why nothing is left, if so."""
         edits = seq.request.logit_edits
         if edits is not None:
             mask &= edits.mask
@@ -219,19 +211,21 @@ class SamplingPipeline:
             forbid(mask, self._ends(seq))
             if not mask.any():
                 limit, num_tokens = seq.request.params.min_tokens, seq.num_completion_tokens
-                _fail(seq, f"min_tokens={limit}: after {num_tokens} tokens nothing but an end may follow")
-        if not mask.any():
-            _fail(
-                seq, "no token is left to draw: structured_outputs, allowed_token_ids and bad_words exclude all of them"
-            )
+                return f"min_tokens={limit}: after {num_tokens} tokens nothing but an end may follow"
+        if mask.any():
+            return None
+        return "no token is left to draw: structured_outputs, allowed_token_ids and bad_words exclude all of them"
 
     def _ends(self, seq: Sequence) -> list[int]:
         return [token for token in {*self.eos, *seq.request.params.stop_token_ids} if token < self.vocab_size]
 
 
-def _fail(seq: Any, error: str) -> None:
-    """Give a sequence an error, unless it has one."""
-    seq.completion.error = seq.completion.error or error
+def _fill_masks(grammars: list[tuple[Any, int, int]], bitmask: np.ndarray, errors: dict[int, str]) -> None:
+    """grammars: each with its place in the bitmask, and its row of the step."""
+    grammars[0][0].grammars.fill_masks([(grammar, i) for grammar, i, _ in grammars], bitmask)
+    for grammar, i, row in grammars:
+        if grammar.is_stuck(bitmask[i]):
+            errors.setdefault(row, "structured_outputs: no text that begins like this one has the form")
 
 
 def _is_too_short(seq: Sequence) -> bool:

@@ -8,10 +8,8 @@ from nanovllm.config import Config
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
-from nanovllm.engine.speculation.proposed_row import ProposedRow
 from nanovllm.engine.speculation.suffix_index import Proposal, SuffixProposer
 from nanovllm.engine.step import Step
-from nanovllm.kernels.sampling.sampler import NON_FINITE
 
 # Looking for proposals may take this share of plain steps. So with many sequences it is done once in several steps.
 _MAX_LOOKING_SHARE = 0.01
@@ -45,6 +43,7 @@ class SpeculativeScheduler(Scheduler):
     def reset(self) -> None:
         super().reset()
         self._records.clear()
+        self._proposals: list[Proposal | None] = []  # of the step in flight, as its `proposed`
         self.proposer = SuffixProposer()
 
     # -- the next step -----------------------------------------------------------------------------------------------
@@ -60,13 +59,14 @@ class SpeculativeScheduler(Scheduler):
     def _learn_pace(self, step: Step) -> None:
         """Note the time since the last step, if that and this one follow each other as they do in a long run."""
         now, before = time.perf_counter(), self._last_step
-        is_decode, is_speculative = not step.is_prefill and not step.num_prefilled, bool(step.proposals)
+        is_decode, is_speculative = not step.is_prefill and not step.num_prefilled, bool(step.proposed)
         overlaps = any(seq.pending_row >= 0 for seq in step.seqs)
         if before is not None and is_decode and (before[2] or not is_speculative):
             start, num_rows, was_speculative = before
             self._pace.learn(num_rows, was_speculative, now - start)
         is_usual = is_decode and (is_speculative or overlaps == self._overlaps)
-        self._last_step = (now, len(step.rows or step.seqs), is_speculative) if is_usual else None
+        num_rows = len(step.seqs) + sum(map(len, step.proposed))
+        self._last_step = (now, num_rows, is_speculative) if is_usual else None
 
     def _propose(self, step: Step) -> None:
         """Give the step rows of proposed tokens, if that pays."""
@@ -76,18 +76,12 @@ class SpeculativeScheduler(Scheduler):
             for seq, proposal in zip(step.seqs, proposals, strict=True)
         ]
         counts = choose_counts(chances, len(step.seqs), self._pace)
+        self._proposals = []
         for seq, proposal, count in zip(step.seqs, proposals, counts, strict=True):
             tokens = [] if proposal is None else proposal.tokens[: self._fitting(seq, count)]
-            step.proposals.append(None if not tokens or proposal is None else proposal._replace(tokens=tokens))
-        if not any(step.proposals):
-            step.proposals.clear()
-            return
-        for seq, proposal in zip(step.seqs, step.proposals, strict=True):
-            step.rows.append(seq)
-            if proposal is not None:
-                text, length = seq.token_ids + proposal.tokens, seq.num_tokens
-                for i in range(1, len(proposal.tokens) + 1):
-                    step.rows.append(ProposedRow(seq, text[: length + i], i))
+            self._proposals.append(proposal._replace(tokens=tokens) if proposal is not None and tokens else None)
+        if any(self._proposals):
+            step.proposed = [[] if proposal is None else proposal.tokens for proposal in self._proposals]
 
     def _look(self, seq: Sequence) -> Proposal | None:
         """What may follow the tokens of a sequence that the host knows."""
@@ -128,15 +122,16 @@ class SpeculativeScheduler(Scheduler):
         manager = self.block_manager
         manager.extend(seq, seq.num_tokens + count)
         count = min(count, len(seq.block_table) * manager.block_size - seq.num_tokens)
-        return count if manager.places is None else manager.places.lend(seq.place, count)
+        return manager.places.lend(seq, count)
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
     def advance(self, step: Step) -> None:
-        if step.proposals:
+        """Of a step with proposals, what is sure: each sequence gets one token."""
+        super().advance(step)
+        if step.proposed:
             self.awaits_tokens = True
             return
-        super().advance(step)
         self._wait -= 1
         if self._wait <= 0:
             self.awaits_tokens = self._may_pay(self.running)
@@ -159,58 +154,40 @@ class SpeculativeScheduler(Scheduler):
         return pays
 
     def record(self, step: Step, token_ids: list[int]) -> list[Sequence]:
-        if not step.proposals:
+        """The rows of accepted tokens advance here, one row of each sequence after the other."""
+        if not step.proposed:
             return super().record(step, token_ids)
+        num_before, heads = self.num_generated_tokens, step.heads
         self.awaits_tokens = False
-        finished, row, places = [], 0, self.block_manager.places
-        logprobs = {} if step.logprobs is None else step.logprobs.of_samples()
-        num_before = self.num_generated_tokens
-        for seq, proposal in zip(step.seqs, step.proposals, strict=True):
-            tokens = [] if proposal is None else proposal.tokens
-            if seq.is_finished:  # It was aborted after the launch.
-                row += 1 + len(tokens)
-                continue
-            num_right = _num_equal(token_ids[row : row + len(tokens)], tokens)
-            if proposal is not None:
-                num_tried = min(num_right + 1, len(tokens))
-                self._acceptance.learn(proposal, self._records[seq.seq_id], num_right, num_tried)
-                self.num_proposed_tokens += len(tokens)
-                self.num_accepted_tokens += num_right
-            for i in range(row, row + num_right + 1):
-                if not self._take(seq, token_ids[i], step.rows[i], logprobs.get(i)):
-                    finished.append(seq)
-                    break
-            else:
-                if places is not None:
-                    places.commit(seq.place, num_right)
-            row += 1 + len(tokens)
-        if self._has_finished:
-            self._drop_finished()
+        num_right = self._judge_all(step, token_ids)
+        finished = super().record(step, token_ids)
+        seqs, index = step.seqs, range(len(step.seqs))
+        for i in range(1, max(num_right) + 1):
+            going_on = [k for k in index if num_right[k] >= i and not seqs[k].is_finished]
+            of_step = [seqs[k] for k in going_on], [heads[k] + i for k in going_on]
+            for seq in of_step[0]:
+                seq.num_scheduled_tokens = 1
+            self._advance(*of_step)
+            finished += self._record(step, *of_step, token_ids)
+        for seq, accepted in zip(seqs, num_right, strict=True):
+            if not seq.is_finished:
+                self.block_manager.places.commit(seq, accepted)
         step.num_tokens = num_before - self.num_generated_tokens
         return finished
 
-    def _take(self, seq: Sequence, token_id: int, row: Sequence | ProposedRow, logprobs) -> bool:
-        """Record one token of a sequence after the row that it was drawn from. Returns whether the sequence goes on."""
-        seq.num_scheduled_tokens = 1
-        if seq.num_cached_tokens // seq.block_size != seq.num_tokens // seq.block_size:
-            self.block_manager.hash_blocks(seq)
-        seq.num_cached_tokens, seq.num_scheduled_tokens = seq.num_tokens, 0
-        if token_id == NON_FINITE:
-            seq.completion.error = seq.completion.error or row.completion.error
-            self._fail(seq)
-            return False
-        seq.append_token(token_id)
-        self.num_generated_tokens += 1
-        completion = seq.completion
-        if logprobs is not None and completion.logprobs is not None:
-            completion.logprobs.append(logprobs)
-        if seq.num_tokens >= min(seq.num_prompt_tokens + seq.max_tokens, self.max_seq_len):
-            self._end(seq, "length")
-        if token_id in seq.request.end_token_ids:
-            self._end_at(seq, token_id)
-        elif completion.text_stream is not None and completion.text_stream.read(seq) and not seq.is_finished:
-            self._end(seq, "stop")
-        return not seq.is_finished
+    def _judge_all(self, step: Step, token_ids: list[int]) -> list[int]:
+        """How many of each sequence's proposed tokens are right. Learns from that."""
+        found = []
+        for seq, proposal, head in zip(step.seqs, self._proposals, step.heads, strict=True):
+            num_right = 0
+            if proposal is not None and not seq.is_finished:
+                tokens = proposal.tokens
+                num_right = _num_equal(token_ids[head : head + len(tokens)], tokens)
+                self._acceptance.learn(proposal, self._records[seq.seq_id], num_right, min(num_right + 1, len(tokens)))
+                self.num_proposed_tokens += len(tokens)
+                self.num_accepted_tokens += num_right
+            found.append(num_right)
+        return found
 
     def _end(self, seq: Sequence, finish_reason: str) -> None:
         super()._end(seq, finish_reason)

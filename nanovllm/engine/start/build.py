@@ -6,7 +6,9 @@ from typing import NamedTuple, cast
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.runner.inputs import DecodeInputs
+from nanovllm.engine.features.columns import AttentionColumns, Columns
+from nanovllm.engine.features.state_columns import StateColumns
+from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
 from nanovllm.layers.backends.choice import select_backend
 from nanovllm.layers.formats.all_formats import weight_format
@@ -91,8 +93,11 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     for shape, windows in kv_store.windows.items():
         backend.prepare(shape, windows, sizes, table)
     max_blocks = -(-max_model_len // config.kvcache_block_size)
-    places = config.max_decode_rows, max_blocks, config.kvcache_block_size, device
-    decode_inputs = DecodeInputs(*places, backend, num_mixed_rows, has_slots)
+    columns: list[Columns] = [AttentionColumns(backend)]
+    if has_slots:
+        columns.append(StateColumns())
+    sizes_of_inputs = config.max_decode_rows, max_blocks, config.kvcache_block_size
+    decode_inputs = DecodeInputs(*sizes_of_inputs, device, columns, num_mixed_rows)
     of_attention = backend, shapes[0], has_graphs
     return Parts(model, *of_attention, quack, num_params, stores, kv_store, num_mixed_rows, decode_inputs, sampler)
 

@@ -8,12 +8,10 @@ from typing import Any, Protocol, cast
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.places import Place
-from nanovllm.engine.runner.cuda_graphs import graph_batch_sizes
-from nanovllm.engine.runner.inputs import DecodeInputs
+from nanovllm.engine.batch_sizes import graph_batch_sizes
+from nanovllm.engine.features.places import Place
+from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation.proposed_row import ProposedRow
-from nanovllm.engine.speculation.suffix_index import Proposal
 from nanovllm.engine.step import Step
 from nanovllm.kernels import HAS_TRITON
 from nanovllm.kernels.launch import compile_ahead
@@ -103,10 +101,7 @@ def trace_steps(runner: StepRunner) -> None:
 
 def _speculative_step(seq: Sequence, num_rows: int) -> Step:
     """One of so many rows of one sequence."""
-    tokens = [0] * (num_rows - 1)
-    seq.place = Place(0, lent=tokens)
-    rows = [ProposedRow(seq, seq.token_ids + tokens[:i], i) for i in range(1, num_rows)]
-    return Step([seq], False, proposals=[Proposal(tokens, 0, 0)], rows=[seq, *rows])
+    return Step([seq], False, proposed=[[0] * (num_rows - 1)])
 
 
 def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
@@ -120,7 +115,7 @@ def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
 
 def _compute(runner: StepRunner, step: Step) -> None:
     for seq in step.seqs:
-        seq.place = Place(0)
+        seq.place = Place(0, lent=[0] * sum(map(len, step.proposed)))
     runner.prepare(step)
     runner.launch(step)
 

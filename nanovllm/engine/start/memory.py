@@ -7,7 +7,7 @@ from typing import NamedTuple, cast
 import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
-from nanovllm.engine.runner.inputs import ModelInputs
+from nanovllm.engine.inputs import ModelInputs
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.store import Store, count_slots
 from nanovllm.models.model_size import GIB
@@ -34,7 +34,7 @@ def largest_prefill(config: Config, device: torch.device) -> ModelInputs:
     temperatures = torch.zeros(num_seqs, dtype=torch.float32, device=device)
     seeds = torch.zeros(num_seqs, dtype=torch.int64, device=device)
     context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=ends[1:] - 1)
-    return ModelInputs(input_ids, positions, context, temperatures, seeds, ends[1:] - 1)
+    return ModelInputs(input_ids, positions, context, temperatures, seeds, ends[1:] - 1, {})
 
 
 class CacheBudget(NamedTuple):

@@ -4,7 +4,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from nanovllm.config import Config
-from nanovllm.engine.places import Places
+from nanovllm.engine.features.places import Places
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.speculation.budget import StepTimes
 from nanovllm.engine.speculation.speculative_scheduler import SpeculativeScheduler

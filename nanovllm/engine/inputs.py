@@ -1,19 +1,21 @@
 """A step's inputs: numpy arrays that rank 0 writes on the host and sends to the device in one copy."""
 
-from array import array
+from collections.abc import Sequence as AbstractSequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.engine.runner.cuda_graphs import PLAIN_STEP, StepKind
+from nanovllm.engine.features.columns import Columns
 from nanovllm.engine.runner.packed_arrays import PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import PLAIN_STEP, Rows, Step, StepKind
 from nanovllm.kernels.step_copies import receive_step
-from nanovllm.layers.backends.backend import AttentionBackend, Layout
+from nanovllm.layers.backends.backend import Layout
 from nanovllm.utils.context import Context
+
+_NOTHING: tuple[list[int], int] = [], 0
 
 
 class ModelInputs(NamedTuple):
@@ -26,23 +28,21 @@ class ModelInputs(NamedTuple):
     temperatures: torch.Tensor  # float32 [num_sampled]
     seeds: torch.Tensor  # int64 [num_sampled]
     sample_positions: torch.Tensor  # int64 [num_sampled]: of the tokens that are sampled from: they decide the noise
+    columns: dict[str, torch.Tensor]  # all of them, by name
 
 
 class DecodeInputs:
-    """The inputs of decode and mixed steps: fixed device memory, which CUDA graphs read, and two host buffers.
+    """The inputs of all steps but prefills: fixed device memory, which CUDA graphs read, and two host buffers.
 
     While the device computes a step, the host writes the next step's inputs to the other buffer. Sampled tokens stay on
     the device, where the next step takes them before the host has them.
 
-    Each sequence has a row, for its last scheduled token. The other tokens of a mixed step's prompts are in the rows
-    after those; nothing is sampled from them. In a speculative step, a sequence's proposed tokens have the rows after
-    its own, and all are sampled from.
-
     Attributes:
         rows: {name: device tensor [max_rows, ...]}. pending_rows: the row of `sampled` that holds the input token, or
-            -1 if the host knew the token. The others are named as in Context and the sampler, or are the back end's.
+            -1 if the host knew the token. The others are named as in Context and the sampler, or are a feature's.
         input_ids: int64 [max_rows].
         sampled: int64 [max_rows], the tokens of the last step; NON_FINITE for a row that had none.
+        columns: those of the back end and of features.
     """
 
     def __init__(
@@ -51,19 +51,16 @@ class DecodeInputs:
         max_blocks: int,
         block_size: int,
         device: torch.device,
-        backend: AttentionBackend,
+        columns: AbstractSequence[Columns] = (),
         mixed_step_rows: int = 0,
-        has_slots: bool = False,
     ):
         """
         Args:
             max_sampled: the most tokens that a step samples.
-            backend: prepared for as many rows as there can be. It may have arrays of its own.
             mixed_step_rows: of the largest mixed step.
-            has_slots: whether there are stores beside the KV cache, in which each sequence has a slot.
         """
         n = self.max_rows = max(max_sampled, mixed_step_rows)
-        self._backend = backend
+        self.columns, self.block_size = columns, block_size
         layout: Layout = {
             "tokens": ((n,), np.int64),
             "pending_rows": ((n,), np.int32),
@@ -74,20 +71,16 @@ class DecodeInputs:
             "context_lens": ((n,), np.int32),
             "block_tables": ((n, max_blocks), np.int32),
         }
-        if has_slots:
-            layout |= {"slots": ((n,), np.int32), "row_order": ((n,), np.int64)}
         self._names = tuple(layout)
-        own = backend.layout()
-        self._has_own_arrays = bool(own)
-        layout |= own
-        self.block_size = block_size
+        for each in columns:
+            layout |= each.layout(n)
         memory = torch.zeros(packed_size(layout), dtype=torch.uint8, device=device)
         on_gpu = device.type == "cuda"
         self._buffers = [PackedArrays(layout, device, memory) for _ in range(2 if on_gpu else 1)]
         self._last_buffer = 0
         # The block table that is in each row of a buffer, and its length. A sequence's table is appended to, or
         # replaced by a new list: the same list with the same length needs not be written again.
-        self._written: list[list[tuple[list[int], int]]] = [[([], 0)] * n for _ in self._buffers]
+        self._written = [[_NOTHING] * n for _ in self._buffers]
         self.rows = self._buffers[0].device
         self.input_ids, self.sampled = torch.zeros(2, n, dtype=torch.int64, device=device)
         self._receive_arguments = [
@@ -104,37 +97,38 @@ class DecodeInputs:
 
     def for_model(self, num_sampled: int, num_rows: int, kind: StepKind = PLAIN_STEP) -> ModelInputs:
         """The first rows of a step of this kind, of which num_sampled are sampled from."""
-        rows = self.rows
+        rows, more = self.rows, dict[str, object]()
+        for columns in self.columns:
+            more |= columns.context(rows, num_rows, kind)
         context = Context(
             slot_mapping=rows["slot_mapping"][:num_rows],
             context_lens=rows["context_lens"][:num_rows],
             block_tables=rows["block_tables"][:num_rows],
-            attention=self._backend.arguments(rows, num_rows, kind.shares_reads),
             num_sampled=num_sampled if kind.is_mixed else None,
-            slots=rows["slots"][:num_rows] if "slots" in rows else None,
-            row_order=rows["row_order"][:num_rows] if kind.is_mixed and "slots" in rows else None,
+            **more,
         )
         positions, sampling = rows["positions"], (rows["temperatures"][:num_sampled], rows["seeds"][:num_sampled])
-        return ModelInputs(self.input_ids[:num_rows], positions[:num_rows], context, *sampling, positions[:num_sampled])
+        of_rows = self.input_ids[:num_rows], positions[:num_rows]
+        return ModelInputs(*of_rows, context, *sampling, positions[:num_sampled], rows)
 
     def pad(self, num_rows: int, shares_reads: bool = False) -> None:
         """Send a step of padding alone. The buffers' turns stay as they were: a capture may come between a real step's
         `write` and `send`, and the next `write` must not take that step's buffer."""
         last = self._last_buffer
         step = Step([], is_prefill=False, kind=StepKind(shares_reads=shares_reads))
-        self.write(step, num_rows)
+        self.write(step, Rows.of(step), num_rows)
         self.send(step)
         self._last_buffer = last
 
-    def write(self, step: Step, num_rows: int) -> None:
-        """Give a decode or mixed step its arrays, padded to num_rows."""
-        seqs: list[Any] = step.rows or step.seqs
-        n, block_size = len(seqs), self.block_size
+    def write(self, step: Step, rows: Rows, num_rows: int) -> None:
+        """Give a step that is no prefill its arrays, padded to num_rows."""
+        seqs, block_size = step.seqs, self.block_size
+        n, num_tokens = rows.num_sampled, len(rows.positions)
         step.buffer = self._last_buffer = (self._last_buffer + 1) % len(self._buffers)
         step.num_sampled, step.num_rows = n, num_rows
         host, written = self._buffers[step.buffer].host, self._written[step.buffer]
         tables = host["block_tables"]
-        for row, seq in enumerate(seqs):
+        for row, seq in enumerate(seqs) if rows.has_one_each else zip(rows.heads.tolist(), seqs, strict=True):
             table, (known, length) = seq.block_table, written[row]
             if table is not known:
                 tables[row, : len(table)] = table
@@ -144,40 +138,30 @@ class DecodeInputs:
             else:
                 continue
             written[row] = table, len(table)
-        lens = [seq.num_tokens for seq in seqs]
-        tokens = [seq.last_token for seq in seqs]
-        owners = np.zeros(0, np.int64)
-        if step.num_prefilled:
-            owners = _append_prompts(seqs, lens, tokens)
-            tables[n : len(tokens)] = tables[owners]
-            written[n : len(tokens)] = [([], 0)] * len(owners)
-        num_tokens = len(tokens)
-        context_lens = np.array(lens, np.int64)
-        positions = context_lens - 1
+        if not rows.has_one_each:
+            others = np.setdiff1d(np.arange(num_tokens), rows.heads)
+            tables[others] = tables[rows.heads[rows.owners[others]]]
+            for row in others.tolist():
+                written[row] = _NOTHING
+        positions = rows.positions
+        host["tokens"][:num_tokens] = rows.tokens
         host["positions"][:num_tokens] = positions
-        host["context_lens"][:num_tokens] = context_lens
+        host["context_lens"][:num_tokens] = positions + 1
         blocks = tables[np.arange(num_tokens), positions // block_size]
         host["slot_mapping"][:num_tokens] = blocks * block_size + positions % block_size
-        host["temperatures"][:n] = [seq.temperature for seq in seqs]
-        host["seeds"][:n] = [seq.seed for seq in seqs]
-        host["tokens"][:num_tokens] = tokens
-        host["pending_rows"][:n] = [seq.pending_row for seq in seqs]
-        host["pending_rows"][n:num_rows] = -1
+        host["temperatures"][:n] = rows.of_sequences([seq.temperature for seq in seqs])
+        host["seeds"][:n] = rows.of_sequences([seq.seed for seq in seqs])
+        if not rows.has_one_each:
+            host["pending_rows"][:num_tokens] = -1
+        host["pending_rows"][rows.heads] = [seq.pending_row for seq in seqs]
         # Padding writes nothing and reads nothing.
+        host["pending_rows"][num_tokens:num_rows] = -1
         host["slot_mapping"][num_tokens:num_rows] = -1
         host["context_lens"][num_tokens:num_rows] = 0
         step.arrays = {name: host[name][:num_rows] for name in self._names}
-        if "slots" in host:
-            slots = host["slots"]
-            slots[:n] = [seq.place.slot for seq in seqs]
-            slots[n:num_tokens] = slots[owners]
-            slots[num_tokens:num_rows] = -1
-            if step.num_prefilled:  # The row of a prompt's last token is before those of the others.
-                sequence_of_row = np.concatenate((np.arange(n), owners, np.arange(num_tokens, num_rows)))
-                host["row_order"][:num_rows] = np.lexsort((host["positions"][:num_rows], sequence_of_row))
-        if self._has_own_arrays:
-            arrays = host | {"group_rows": _group_rows(step, num_rows)} if step.kind.shares_reads else host
-            step.arrays |= self._backend.host_arrays(arrays, num_rows)
+        for columns in self.columns:
+            if columns.is_used(step):
+                step.arrays |= columns.write(step, rows, host, num_rows)
 
     def send(self, step: Step) -> None:
         """Copy a step's arrays to the device, in stream order, and fill input_ids."""
@@ -202,68 +186,31 @@ class DecodeInputs:
         return self._host_tokens[self._last_host_tokens, :num_sampled]
 
 
-def _group_rows(step: Step, num_rows: int) -> np.ndarray:
-    """Of a speculative step's rows, int32 [num_rows]: how many rows the sequence has whose own row this is. 0 for rows
-    of proposed tokens and for padding."""
-    num_rows_of = [1 if proposal is None else 1 + len(proposal.tokens) for proposal in step.proposals]
-    groups = np.zeros(num_rows, np.int32)
-    groups[np.cumsum([0, *num_rows_of])[:-1]] = num_rows_of
-    return groups
-
-
-def _append_prompts(seqs: list[Sequence], context_lens: list[int], tokens: list[int]) -> np.ndarray:
-    """The last of seqs are the mixed step's prompts. Set the row of each to its last scheduled token, and append rows
-    for its other scheduled tokens. Returns the index in seqs of each appended row's sequence."""
-    owners, num_others = [], []
-    for row in range(len(seqs) - 1, -1, -1):
-        seq = seqs[row]
-        if not seq.is_prefill:
-            break
-        start, last = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens - 1
-        context_lens[row], tokens[row] = last + 1, seq.token_ids[last]
-        context_lens.extend(range(start + 1, last + 1))
-        tokens.extend(seq.token_ids[start:last])
-        owners.append(row)
-        num_others.append(last - start)
-    return np.repeat(owners, num_others)
-
-
-def write_prefill(step: Step, block_size: int) -> None:
+def write_prefill(step: Step, rows: Rows, block_size: int, columns: AbstractSequence[Columns] = ()) -> None:
     """Give a prefill its arrays: the flat batch of the sequences' scheduled tokens."""
-    seqs = step.seqs
-    cached = np.array([seq.num_cached_tokens for seq in seqs])
-    num_new = np.array([seq.num_scheduled_tokens for seq in seqs])
-    num_keys = cached + num_new
-    # No Python loop over tokens or blocks, because the device waits for the first step of a batch.
-    tokens = array("i")
-    for seq in seqs:
-        tokens += seq.token_ids[seq.num_cached_tokens : seq.num_cached_tokens + seq.num_scheduled_tokens]
-    ends = np.cumsum(num_new)
-    positions = np.arange(len(tokens)) + np.repeat(num_keys - ends, num_new)
+    seqs, positions = step.seqs, rows.positions
+    ends = rows.heads + 1
+    num_keys = positions[rows.heads] + 1
     tables = padded_block_tables(seqs)
     blocks = positions // block_size  # index in the sequence's table
-    # Of each token's table in the flat tables.
-    first_blocks = np.repeat(np.arange(len(seqs)) * tables.shape[1], num_new)
-    # block * block_size + positions % block_size
-    slots = (tables.ravel().take(first_blocks + blocks) - blocks) * block_size + positions
-    step.num_sampled, step.num_rows = len(seqs), len(tokens)
-    step.max_seqlen_q, step.max_seqlen_k = int(num_new.max()), int(num_keys.max())
-    step.reads_cache = bool(cached.any())
+    # block * block_size + positions % block_size; the owner's table begins at owner * its width in the flat tables
+    slots = (tables.ravel().take(rows.owners * tables.shape[1] + blocks) - blocks) * block_size + positions
+    step.num_sampled, step.num_rows = len(seqs), len(positions)
     step.arrays = {
-        "input_ids": np.frombuffer(tokens, np.int32).astype(np.int64),
+        "input_ids": rows.tokens,
         "positions": positions,
         "seeds": np.array([seq.seed for seq in seqs]),
         "sample_positions": num_keys - 1,
-        "last_tokens": ends - 1,
+        "last_tokens": rows.heads,
         "temperatures": np.array([seq.temperature for seq in seqs], np.float32),
         "slot_mapping": slots.astype(np.int32),
         "cu_seqlens_q": np.concatenate(([0], ends)).astype(np.int32),
         "cu_seqlens_k": np.concatenate(([0], np.cumsum(num_keys))).astype(np.int32),
         "block_tables": tables,
     }
-    if seqs[0].place is not None:
-        places = [seq.place.slots_of_step(seq.num_cached_tokens) for seq in seqs]
-        step.arrays["slots"] = np.ascontiguousarray(np.array(places, np.int32).T)
+    for each in columns:
+        if each.is_used(step):
+            step.arrays |= each.prefill(step, rows)
 
 
 def padded_block_tables(seqs: list[Sequence]) -> np.ndarray:
@@ -275,23 +222,28 @@ def padded_block_tables(seqs: list[Sequence]) -> np.ndarray:
     return tables
 
 
-def send_prefill(step: Step, device: torch.device) -> ModelInputs:
+def send_prefill(step: Step, device: torch.device, columns: AbstractSequence[Columns] = ()) -> ModelInputs:
     """A prefill's inputs, from its arrays."""
     if device.type == "cuda":
         tensors = send_arrays(step.arrays, device)
     else:
         tensors = {name: torch.from_numpy(values) for name, values in step.arrays.items()}
+    ends, ends_of_keys = (step.arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k"))
+    more = dict[str, object]()
+    for each in columns:
+        more |= each.prefill_context(tensors)
     context = Context(
         is_prefill=True,
         cu_seqlens_q=tensors["cu_seqlens_q"],
         cu_seqlens_k=tensors["cu_seqlens_k"],
-        max_seqlen_q=step.max_seqlen_q,
-        max_seqlen_k=step.max_seqlen_k,
+        max_seqlen_q=int(np.diff(ends).max()),
+        max_seqlen_k=int(np.diff(ends_of_keys).max()),
         slot_mapping=tensors["slot_mapping"],
         # Without a cached prefix, all keys and values are in the batch itself.
-        block_tables=tensors["block_tables"] if step.reads_cache else None,
+        block_tables=tensors["block_tables"] if ends_of_keys[-1] > ends[-1] else None,
         last_tokens=tensors["last_tokens"],
-        slots=tensors.get("slots"),
+        **more,
     )
     names = ("temperatures", "seeds", "sample_positions")
-    return ModelInputs(tensors["input_ids"], tensors["positions"], context, *map(tensors.__getitem__, names))
+    of_tokens = tensors["input_ids"], tensors["positions"]
+    return ModelInputs(*of_tokens, context, *map(tensors.__getitem__, names), tensors)
