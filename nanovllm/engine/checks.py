@@ -4,7 +4,7 @@ from copy import copy
 from typing import Any, cast
 
 from nanovllm.config import Config
-from nanovllm.engine.requests.length_limit import LengthLimit
+from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.engine.requests.prompts import Prompt
 from nanovllm.engine.requests.sequence_maker import SequenceMaker
 from nanovllm.engine.start.build import check_backend

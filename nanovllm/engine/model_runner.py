@@ -72,7 +72,7 @@ class ModelRunner:
         self._threads = StepThreads(self.world_size) if self.device.type == "cpu" else None
         with Start(self) as start:
             self._free_at_start, self._progress = start.free_at_start, start.progress
-            self.tp = self.event.meet()
+            self.tp = self.event.meet(type(self))
             self._use_parts(build_model(config, self.tp, self.device))
             self.step_graphs = StepGraphs(self.device)
             self.logit_steps = LogitSteps(config, self.model, self.decode_inputs, self.step_graphs, self.tp)

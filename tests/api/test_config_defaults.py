@@ -10,7 +10,7 @@ from gpus import HOPPER, pretend_gpu
 
 from nanovllm.config import Config
 from nanovllm.engine.ranks.ranks import device_of_rank
-from nanovllm.engine.requests.length_limit import LengthLimit
+from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.rope_parameters import rope_parameters
 

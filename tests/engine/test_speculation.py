@@ -196,10 +196,10 @@ def test_a_request_that_is_aborted_while_its_proposals_are_computed(speculative,
         speculative.add_request(PROMPT, SamplingParams(max_tokens=1))
         speculative.step()
         speculative.step()
-        if speculative._in_flight.proposals:
+        if speculative._in_flight.proposed:
             break
         speculative.abort_request()
-    assert speculative._in_flight.proposals
+    assert speculative._in_flight.proposed
     speculative.abort_request(first)
     while not speculative.is_finished():
         speculative.step()

@@ -32,8 +32,8 @@ class Ranks:
         self.processes: list[BaseProcess] = []
         self.events: list[Any] = []
 
-    def meet(self) -> TensorParallel:
-        """This rank's place among all ranks, once they are connected."""
+    def meet(self, run: Callable[..., Any]) -> TensorParallel:
+        """This rank's place among all ranks, once they are connected. run: a ModelRunner's class, for the others."""
         return TensorParallel()
 
     def wait_ready(self) -> None:

@@ -8,14 +8,14 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.call_channel import CallReader
 from nanovllm.engine.ranks.process_group import join_group, open_store, remove_store, share_memory
 from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
@@ -33,11 +33,13 @@ BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that c
 class WorkerSeat(NamedTuple):
     """All that a worker process is given.
 
+    run: a ModelRunner's class, whose instance does what rank 0 asks for.
     reports: where it tells rank 0 its stage and a text: ("attached", "") to the segment, ("ready", "") for calls, or
         ("failed", the traceback).
     heartbeats: where a thread of its own sends a byte every HEARTBEAT_SECONDS, for as long as the process runs.
     """
 
+    run: Callable[[Config, int, Ranks], Any]
     config: Config
     rank: int
     num_threads: int
@@ -57,7 +59,7 @@ class WorkerSide(Ranks):
         self._calls = CallReader(seat.segment, seat.event)
         self.shm = self._calls.segment
 
-    def meet(self) -> TensorParallel:
+    def meet(self, run: Callable[..., Any]) -> TensorParallel:
         config, device = self._seat.config, device_of_rank(self._seat.config, self._seat.rank)
         tp = join_group(open_store(self._seat.store_folder), self._seat.rank, config.tensor_parallel_size, device)
         return share_memory(tp, config, device)
@@ -100,7 +102,7 @@ def worker_main(seat: WorkerSeat) -> None:
             torch.set_num_threads(seat.num_threads)
         else:
             torch.cuda.set_device(device_of_rank(seat.config, seat.rank))
-        runner = ModelRunner(seat.config, seat.rank, side)
+        runner = seat.run(seat.config, seat.rank, side)
         gc.freeze()  # These objects stay, and all ranks would wait while a collection looks at them.
         seat.reports.send(("ready", ""))
         runner.loop()

@@ -79,18 +79,18 @@ class Workers(Ranks):
         self._store_folder = os.path.join(_store_parent(), f"nanovllm-{secrets.token_hex(8)}")
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
 
-    def _start(self) -> None:
+    def _start(self, run: Callable[..., Any]) -> None:
         """Start them, and wait until they have the segment."""
         with processes_with_safe_path():  # Shared memory may start multiprocessing's resource tracker.
             self._channel = channel = CallWriter(self._size - 1, self.check)
         with held_interrupt(), processes_with_safe_path():
-            self._start_processes(channel)
+            self._start_processes(channel, run)
         self.processes, self.events = list(self._processes.values()), channel.events
         self._watcher.start()
         self._wait_for("attached")
         channel.unlink()
 
-    def _start_processes(self, channel: CallWriter) -> None:
+    def _start_processes(self, channel: CallWriter, run: Callable[..., Any]) -> None:
         config = self._config
         context = multiprocessing.get_context("spawn")
         # Plain fields for hf_config: to unpickle its class a worker would import transformers, which takes long.
@@ -103,6 +103,7 @@ class Workers(Ranks):
                 self._reports[rank], reports = context.Pipe(duplex=False)
                 self._heartbeats[rank], heartbeats = context.Pipe(duplex=False)
                 seat = WorkerSeat(
+                    run=run,
                     config=config,
                     rank=rank,
                     num_threads=threads_per_rank(self._size),
@@ -123,9 +124,9 @@ class Workers(Ranks):
 
     # -- what rank 0 does with them --------------------------------------------------------------------------------
 
-    def meet(self) -> TensorParallel:
+    def meet(self, run: Callable[..., Any]) -> TensorParallel:
         """Start them. Rank 0's place among all ranks, once all of them are connected. Raises WorkerError."""
-        self._start()
+        self._start(run)
         store = open_store(self._store_folder)
         outcome: list[TensorParallel | BaseException] = []
 

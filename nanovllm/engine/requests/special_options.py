@@ -105,7 +105,7 @@ class SpecialOptions:
                 f"bad_words={quoted(params.bad_words)}: need the model's tokenizer, but skip_tokenizer_init is set; "
                 "logit_bias and allowed_token_ids take token ids"
             )
-        words = tokenize_bad_words(self._detokenizer, params.bad_words)
+        words = tokenize_bad_words(self._detokenizer.encode, params.bad_words) if self._detokenizer else []
         self._check_vocabulary("bad_words", (token for word in words for token in word))
         edits = LogitEdits(params, words, self._vocab_size)
         is_left = unpack_mask(edits.mask, self._vocab_size)

@@ -1,18 +1,28 @@
 """The tokens of a step that is under way, on their way to the host."""
 
-import torch
+from collections.abc import Callable
+from typing import Protocol
 
-from nanovllm.engine.sampling.logprobs import LogprobRows
+import torch
+from typing_extensions import Self
+
 from nanovllm.engine.step import Step
 from nanovllm.kernels.step_copies import return_tokens
+
+
+class Tensors(Protocol):
+    """Results in some tensors."""
+
+    def map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Self:
+        """With the results of the function instead."""
 
 
 def send_tokens(
     step: Step,
     tokens: torch.Tensor,
     host: torch.Tensor,
-    logprobs: LogprobRows | None = None,
-    prompt_logprobs: LogprobRows | None = None,
+    logprobs: Tensors | None = None,
+    prompt_logprobs: Tensors | None = None,
 ) -> None:
     """Start the copies that `Step.wait` waits for.
 

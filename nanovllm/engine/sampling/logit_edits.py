@@ -2,12 +2,10 @@
 
 from array import array
 from collections import defaultdict
-from collections.abc import Iterable
-from typing import cast
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.layers.sampling.token_masks import pack_mask
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
@@ -57,12 +55,11 @@ class LogitEdits:
         ]
 
 
-def tokenize_bad_words(detokenizer: Detokenizer | None, bad_words: Iterable[str]) -> list[list[int]]:
+def tokenize_bad_words(encode: Callable[[str], list[int]], bad_words: Iterable[str]) -> list[list[int]]:
     """The tokens of each word, as it is and after a space. Raises ValueError for a word without tokens."""
     found = []
     for word in bad_words:
         bare = word.lstrip(" ") or word
-        encode = cast(Detokenizer, detokenizer).encode  # Without a tokenizer bad_words are refused.
         ids, spaced = encode(bare), encode(f" {bare}")
         if not ids:
             raise ValueError(f"bad_words: {quoted(word)} has no tokens")
