@@ -195,9 +195,9 @@ def best_of_shard(
         shard_size: the most columns that a rank has; None for num_columns.
 
     Returns:
-        int32 `[batch, num_splits, 2]`, where num_splits follows from batch and shard_size: the bits of the float32
-        score, and the winner's column in the whole vocabulary. The score is +inf for a split with a NaN or +inf, and
-        -inf for one of nothing else; the column then means nothing.
+        int32 `[batch, num_splits, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary.
+        num_splits follows from batch and shard_size; the twin has one. The score is +inf for a split with a NaN or
+        +inf, and -inf for one of nothing else; the column then means nothing.
     """
     if shard_size is not None and logits.shape[1] < shard_size:  # There may be none.
         logits = F.pad(logits, (0, shard_size - logits.shape[1]), value=-math.inf)
