@@ -9,7 +9,7 @@ of its outputs of the last 500 tokens, after the norm. The exact ones are a pref
 
 import torch
 
-from nanovllm.kernels.linear_attention.gated_delta import delta_rule_decode_torch, delta_rule_prefill_torch
+from nanovllm.kernels.linear_attention.gated_delta import delta_rule_decode, delta_rule_prefill
 
 MEMORIES = (16, 64, 256, 1024, 4096, 16384)  # tokens
 BETAS = (0.5, 0.1, 0.02)
@@ -35,11 +35,11 @@ def main() -> None:
     exact, states = torch.zeros(2, 1, num_heads, DIM, DIM).unbind()
     states = states.bfloat16()
     starts, none, first = (torch.tensor(each, dtype=torch.int32) for each in ([0, NUM_TOKENS], [-1], [0]))
-    expected = delta_rule_prefill_torch(*inputs, *weights, tails, exact, starts, none, first, none, first, 1, num_heads)
+    expected = delta_rule_prefill.twin(*inputs, *weights, tails, exact, starts, none, first, none, first, 1, num_heads)
     slot, found = torch.zeros(1, dtype=torch.int32), []
     for i in range(NUM_TOKENS):
         qkv, z, b, a = (x[i : i + 1] for x in inputs)
-        found.append(delta_rule_decode_torch(qkv, z, b, a, *weights, tails, states, slot, slot + i + 1, 1, num_heads))
+        found.append(delta_rule_decode.twin(qkv, z, b, a, *weights, tails, states, slot, slot + i + 1, 1, num_heads))
     outputs = [x[-LAST:].view(LAST, num_heads, DIM) for x in (torch.cat(found), expected)]
     print("| memory, tokens | beta | state, % | output, % |")
     print("| --- | --- | --- | --- |")

@@ -172,7 +172,7 @@ class DecodeInputs:
         num_rows = step.num_rows
         input_ids = self.input_ids[:num_rows]
         if input_ids.is_cuda:
-            receive_step(*self._receive_arguments[step.buffer], self.sampled, input_ids)
+            receive_step(input_ids, *self._receive_arguments[step.buffer], self.sampled)
             return
         # A CPU has the arrays already. NON_FINITE must not reach the embedding.
         pending = self.rows["pending_rows"][:num_rows]

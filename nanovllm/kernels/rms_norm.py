@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
@@ -54,66 +54,56 @@ def _rms_norm_of_sum_kernel(
     tl.store(y + row * HIDDEN + columns, (value * inverse_rms * scale).to(y.dtype.element_ty), mask=mask)
 
 
+@kernel_or_twin
 def rms_norm(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
     """`x / sqrt(mean(x^2) + eps) * weight` for each row, in float32, rounded once (Zhang & Sennrich 2019).
 
     x: `[num_tokens, hidden]`, any float dtype and row stride, contiguous in its last dimension. weight: `[hidden]`.
     Returns `out`, a tensor like x which may be x itself, or a new contiguous one. The kernel raises ValueError for
-    other strides or another weight.
+    other strides or another weight. The twin accepts any number of leading dimensions.
     """
-    return (rms_norm_triton if use_kernels(x) else rms_norm_torch)(x, weight, eps, out)
-
-
-def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_scale: Tensor | None = None) -> Tensor:
-    """`residual = (residual + rms_norm(x)) * sum_scale`, in float32, rounded once. Arguments and errors are those of
-    `rms_norm`; residual is like x. sum_scale: `[1]`; None for 1. Returns residual."""
-    return (rms_norm_add_triton if use_kernels(x) else rms_norm_add_torch)(residual, x, weight, eps, sum_scale)
-
-
-def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`rms_norm` of each head of x, `[num_tokens, heads, hidden]`: packed within a token, any stride between tokens.
-    Returns a new contiguous tensor."""
-    return rms_norm_heads_triton(x, weight, eps) if use_kernels(x) else rms_norm_torch(x, weight, eps)
-
-
-def rms_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`total = x + residual`, rounded; and `rms_norm(total)`. Returns the norm and the total, in new tensors.
-    x and residual: as x of `rms_norm`, `[num_tokens, hidden]` and of one dtype. Errors are those of `rms_norm`."""
-    return (rms_norm_of_sum_triton if use_kernels(x) else rms_norm_of_sum_torch)(x, residual, weight, eps)
-
-
-def rms_norm_torch(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
-    """The twin. x may have any number of leading dimensions."""
     value = x.float()
     inverse_rms = torch.rsqrt(value.square().mean(-1, keepdim=True) + eps)
     normed = (value * inverse_rms * weight.float()).to(x.dtype)
     return normed if out is None else out.copy_(normed)
 
 
-def rms_norm_add_torch(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_scale: Tensor | None = None
-) -> Tensor:
-    total = residual.float() + rms_norm_torch(x.float(), weight, eps)
+@kernel_or_twin
+def rms_norm_add(residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_scale: Tensor | None = None) -> Tensor:
+    """`residual = (residual + rms_norm(x)) * sum_scale`, in float32, rounded once. Arguments and errors are those of
+    `rms_norm`; residual is like x. sum_scale: `[1]`; None for 1. Returns residual."""
+    total = residual.float() + rms_norm.twin(x.float(), weight, eps)
     return residual.copy_(total if sum_scale is None else total * sum_scale.float())
 
 
-def rms_norm_of_sum_torch(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@kernel_or_twin
+def rms_norm_heads(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`rms_norm` of each head of x, `[num_tokens, heads, hidden]`: packed within a token, any stride between tokens.
+    Returns a new contiguous tensor."""
+    return rms_norm.twin(x, weight, eps)
+
+
+@kernel_or_twin
+def rms_norm_of_sum(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`total = x + residual`, rounded; and `rms_norm(total)`. Returns the norm and the total, in new tensors.
+    x and residual: as x of `rms_norm`, `[num_tokens, hidden]` and of one dtype. Errors are those of `rms_norm`."""
     total = x + residual
-    return rms_norm_torch(total, weight, eps), total
+    return rms_norm.twin(total, weight, eps), total
 
 
-def rms_norm_triton(x: Tensor, weight: Tensor, eps: float, out: Tensor | None = None) -> Tensor:
+@kernel_of(rms_norm)
+def _launch_rms_norm(x, weight, eps, out=None):
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device) if out is None else out
     return _launch(x, weight, eps, y, add=False)
 
 
-def rms_norm_add_triton(
-    residual: Tensor, x: Tensor, weight: Tensor, eps: float, sum_scale: Tensor | None = None
-) -> Tensor:
+@kernel_of(rms_norm_add)
+def _launch_rms_norm_add(residual, x, weight, eps, sum_scale=None):
     return _launch(x, weight, eps, residual, add=True, sum_scale=sum_scale)
 
 
-def rms_norm_heads_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+@kernel_of(rms_norm_heads)
+def _launch_rms_norm_heads(x, weight, eps):
     num_tokens, heads, hidden = x.shape
     y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.stride(2) != 1 or (heads > 1 and x.stride(1) != hidden) or weight.shape != (hidden,):
@@ -125,7 +115,8 @@ def rms_norm_heads_triton(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return y
 
 
-def rms_norm_of_sum_triton(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+@kernel_of(rms_norm_of_sum)
+def _launch_rms_norm_of_sum(x, residual, weight, eps):
     num_tokens, hidden = x.shape
     y, total = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(2))
     for each in (x, residual):

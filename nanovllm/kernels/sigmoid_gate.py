@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
@@ -26,21 +26,18 @@ def _sigmoid_gate_kernel(
     tl.store(x_at, (value / (1.0 + tl.exp(-logit))).to(x.dtype.element_ty), mask=mask)
 
 
+@kernel_or_twin
 def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     """`x * sigmoid(gate)`, in float32 and rounded once, overwriting x. Returns x.
 
     x: `[num_tokens, width]`. gate: `[num_tokens, width]`, or `[num_tokens, 1]` for one number a token. Both any float
     dtype and row stride, contiguous in the last dimension. The kernel raises ValueError for other shapes or strides.
     """
-    return (sigmoid_gate_triton if use_kernels(x) else sigmoid_gate_torch)(x, gate)
-
-
-def sigmoid_gate_torch(x: Tensor, gate: Tensor) -> Tensor:
-    """The twin."""
     return x.copy_(x.float() * torch.sigmoid(gate.float()))
 
 
-def sigmoid_gate_triton(x: Tensor, gate: Tensor) -> Tensor:
+@kernel_of(sigmoid_gate)
+def _launch_sigmoid_gate(x, gate):
     num_tokens, width = x.shape
     if gate.shape not in ((num_tokens, width), (num_tokens, 1)):
         raise ValueError(f"gate must be [{num_tokens}, {width}] or [{num_tokens}, 1], not {list(gate.shape)}")

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
@@ -68,6 +68,7 @@ def _activate_and_mul_kernel(
     tl.store(y + row * intermediate + columns, product.to(y.dtype.element_ty), mask=mask)
 
 
+@kernel_or_twin
 def silu_and_mul(x: Tensor) -> Tensor:
     """`silu(gate) * up` where x holds gate and up side by side (Shazeer 2020); float32 inside, rounded once.
 
@@ -75,38 +76,33 @@ def silu_and_mul(x: Tensor) -> Tensor:
     `[num_tokens, intermediate]`, contiguous, of x's dtype. The kernel raises ValueError if the last dimension is odd or
     strided.
     """
-    return silu_and_mul_triton(x) if use_kernels(x) else silu_and_mul_torch(x)
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.silu(gate) * up).to(x.dtype)
 
 
+@kernel_or_twin
 def gelu_tanh_and_mul(x: Tensor) -> Tensor:
     """`gelu(gate) * up`, the gelu by tanh (Hendrycks & Gimpel 2016); otherwise like `silu_and_mul`."""
-    return gelu_tanh_and_mul_triton(x) if use_kernels(x) else gelu_tanh_and_mul_torch(x)
+    gate, up = x.float().chunk(2, dim=-1)
+    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
 
 
 def gated_torch(x: Tensor, activation: Activation) -> Tensor:
     """The twin of `gated`, of gate and up side by side: `[num_tokens, 2 * intermediate]`."""
     if activation.alpha is None or activation.limit is None:
-        return gelu_tanh_and_mul_torch(x) if activation.is_gelu else silu_and_mul_torch(x)
+        return gelu_tanh_and_mul.twin(x) if activation.is_gelu else silu_and_mul.twin(x)
     gate, up = x.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
     return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(x.dtype)
 
 
-def silu_and_mul_torch(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.silu(gate) * up).to(x.dtype)
-
-
-def gelu_tanh_and_mul_torch(x: Tensor) -> Tensor:
-    gate, up = x.float().chunk(2, dim=-1)
-    return (F.gelu(gate, approximate="tanh") * up).to(x.dtype)
-
-
-def silu_and_mul_triton(x: Tensor) -> Tensor:
+@kernel_of(silu_and_mul)
+def _launch_silu_and_mul(x):
     return _launch(x, gelu=False)
 
 
-def gelu_tanh_and_mul_triton(x: Tensor) -> Tensor:
+@kernel_of(gelu_tanh_and_mul)
+def _launch_gelu_tanh_and_mul(x):
     return _launch(x, gelu=True)
 
 

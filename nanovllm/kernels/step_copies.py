@@ -7,7 +7,7 @@ writes the host's page-locked memory directly.
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
 
@@ -34,35 +34,21 @@ def _return_kernel(source, target, num_words, BLOCK: tl.constexpr):
     tl.store(target + at, tl.load(source + at, mask=at < num_words), mask=at < num_words)
 
 
+@kernel_or_twin
 def receive_step(
-    host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
+    input_ids: Tensor, host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor
 ) -> None:
     """Copy the inputs, and find the token that each row feeds. The tensors on the host must not change until the stream
     has executed this, and beside a GPU they must be page-locked.
 
     Args:
+        input_ids: int64 `[num_rows]`: becomes the token of each row.
         host_words: int64 `[num_words]`, on the host. On a CPU it may be device_words itself.
         device_words: int64 `[num_words]`: becomes a copy of host_words.
         tokens: int64 `[num_rows or more]`, on the host.
         pending_rows: int32, like tokens: the row of `sampled` that a row feeds, or -1 if it feeds its token.
         sampled: int64: the tokens that the last step sampled; 0 replaces a negative one.
-        input_ids: int64 `[num_rows]`: becomes the token of each row.
     """
-    receive = receive_step_triton if use_kernels(input_ids) else receive_step_torch
-    receive(host_words, device_words, tokens, pending_rows, sampled, input_ids)
-
-
-def return_tokens(tokens: Tensor, host: Tensor) -> None:
-    """Copy int64 `tokens` to memory of the host, in stream order. Beside a GPU it must be page-locked."""
-    if use_kernels(tokens):
-        return_tokens_triton(tokens, host)
-    else:
-        host.copy_(tokens, non_blocking=True)
-
-
-def receive_step_torch(
-    host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
-) -> None:
     if host_words.data_ptr() != device_words.data_ptr():
         device_words.copy_(host_words, non_blocking=True)
     num_rows, device = len(input_ids), input_ids.device
@@ -71,15 +57,21 @@ def receive_step_torch(
     torch.where(pending < 0, token, last, out=input_ids)
 
 
-def receive_step_triton(
-    host_words: Tensor, device_words: Tensor, tokens: Tensor, pending_rows: Tensor, sampled: Tensor, input_ids: Tensor
-) -> None:
+@kernel_or_twin
+def return_tokens(tokens: Tensor, host: Tensor) -> None:
+    """Copy int64 `tokens` to memory of the host, in stream order. Beside a GPU it must be page-locked."""
+    host.copy_(tokens, non_blocking=True)
+
+
+@kernel_of(receive_step)
+def _launch_receive_step(input_ids, host_words, device_words, tokens, pending_rows, sampled):
     num_words, num_rows = len(host_words), len(input_ids)
     grid = (triton.cdiv(max(num_words, num_rows), _BLOCK),)
     arrays = (host_words, device_words, tokens, pending_rows, sampled, input_ids)
     launcher(_receive_kernel, grid)(*arrays, num_words, num_rows, BLOCK=_BLOCK, num_warps=4)
 
 
-def return_tokens_triton(tokens: Tensor, host: Tensor) -> None:
+@kernel_of(return_tokens)
+def _launch_return_tokens(tokens, host):
     grid = (triton.cdiv(len(tokens), _BLOCK),)
     launcher(_return_kernel, grid)(tokens, host, len(tokens), BLOCK=_BLOCK, num_warps=4)

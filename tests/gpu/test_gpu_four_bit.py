@@ -23,8 +23,8 @@ from nanovllm.kernels.matmul.four_bit_tiles import (
 )
 from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig, int4_gemv
 from nanovllm.kernels.matmul.split_k import make_arrivals
-from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -88,8 +88,8 @@ def test_gemv_with_norm_and_activation(kind, arrivals):
     weight = make_four_bit(kind, (2 * N, K), 128, torch.bfloat16, "cuda")
     x = (20 * torch.randn(4, K, device="cuda") + 5).bfloat16()
     norm = torch.rand(K, device="cuda").bfloat16() + 0.5
-    normed = rms_norm_torch(x, norm, 1e-6).float()
-    expected = silu_and_mul_torch((normed @ dequantize_torch(weight).t()).bfloat16())
+    normed = rms_norm.twin(x, norm, 1e-6).float()
+    expected = silu_and_mul.twin((normed @ dequantize_torch(weight).t()).bfloat16())
     config = FourBitGemvConfig(32, 2, 4, 4)
     for num_tokens in (4, 1):
         y = x.new_empty(num_tokens, N)
@@ -107,8 +107,8 @@ def test_int4_gemv(kind, dtype, group):
         weight = make_four_bit(kind, (2 * N, K), group, dtype, "cuda")
         x, norm = torch.randn(num_tokens, K, device="cuda").to(dtype), torch.rand(K, device="cuda") + 0.5
         y = x.new_empty(num_tokens, N)
-        value = rms_norm_torch(x.float(), norm, 1e-6)
-        expected = silu_and_mul_torch((value @ dequantize_torch(weight).t()).to(dtype)).float()
+        value = rms_norm.twin(x.float(), norm, 1e-6)
+        expected = silu_and_mul.twin((value @ dequantize_torch(weight).t()).to(dtype)).float()
         config = Int4GemvConfig(*constants)
         for _ in range(2):
             int4_gemv(x, weight, y, None, config, norm_weight=norm, eps=1e-6, silu=True, pdl=True)
@@ -154,10 +154,10 @@ def test_what_the_table_names(key, num_tokens, name, constants):
     adds = key.operation == "linear_add"
     norm = RMSNorm(key.K).to(device, torch.bfloat16).requires_grad_(False)
     asked = problem(key.operation, x if adds else Normed(x, norm), weight, out=out.clone() if adds else None)
-    value = x if adds else rms_norm_torch(x, norm.weight, norm.eps)
+    value = x if adds else rms_norm.twin(x, norm.weight, norm.eps)
     expected = value.float() @ weight.format.dequantized(weight).float().t() + (out.float() if adds else 0)
     if key.operation == "linear_silu":
-        expected = silu_and_mul_torch(expected.bfloat16()).float()
+        expected = silu_and_mul.twin(expected.bfloat16()).float()
     candidate = {each.name: each for each in make_candidates(device)}[name]
     found = candidate.launch(asked, candidate.fitted(weight, constants))
     assert distance(found.value() if isinstance(found, Gated) else found, expected) < 0.01
@@ -169,8 +169,8 @@ def test_arranged_norms_and_activations():
     half, hidden = x[:, :12288], x[:, :4096]
     for found, expected in (
         (arrange(half), half),
-        (rms_norm_arrange(hidden, norm, 1e-6), rms_norm_torch(hidden, norm, 1e-6)),
-        (silu_and_mul_arrange(x), silu_and_mul_torch(x)),
+        (rms_norm_arrange(hidden, norm, 1e-6), rms_norm.twin(hidden, norm, 1e-6)),
+        (silu_and_mul_arrange(x), silu_and_mul.twin(x)),
     ):
         K = expected.shape[1]
         ordered = expected.reshape(5, -1, 2, 8, 2).permute(0, 4, 2, 1, 3).reshape(5, K)
@@ -210,7 +210,7 @@ def test_experts(kind, num_experts, top_k, hidden, intermediate, group):
             lambda x, i, w=weight, b=bias: x.float() @ w[i].t() + b[i].float()
             for weight, bias in zip(dense, biases, strict=True)
         )
-        normed = rms_norm_torch(x, norm, 1e-6)
+        normed = rms_norm.twin(x, norm, 1e-6)
         expected = out.float() + experts_torch(normed, experts, shares, num_experts, *products)
         if num_tokens <= four_bit_experts_gemv.MAX_TOKENS:
             configs = [four_bit_experts_gemv.FourBitExpertsConfig(32, num_warps, 3) for num_warps in (4, 8)]

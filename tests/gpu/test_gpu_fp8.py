@@ -17,8 +17,8 @@ from nanovllm.kernels.experts.experts import route_torch
 from nanovllm.kernels.matmul import fp8 as fp8_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
 from nanovllm.kernels.matmul.fp8 import dequantize_torch
-from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -56,8 +56,8 @@ def test_products_with_quantized_inputs(N, K, num_tokens, in_blocks):
     gate_up = torch.cat([x, x.flip(1)], dim=1)
     inputs = [
         (x, x),
-        (Normed(x, norm), rms_norm_torch(x, norm.weight, norm.eps)),
-        (Gated(gate_up), silu_and_mul_torch(gate_up)),
+        (Normed(x, norm), rms_norm.twin(x, norm.weight, norm.eps)),
+        (Gated(gate_up), silu_and_mul.twin(gate_up)),
     ]
     for given, value in inputs:
         assert distance(scaled_mm(given, weight), product_of("scaled-mm", value, weight)) < MAX_DISTANCE
@@ -102,10 +102,10 @@ def test_what_the_table_names(operation, name, constants, num_tokens, N, K, in_b
     weight, x = make_weight(N, K, in_blocks), torch.randn(num_tokens, K, device="cuda", dtype=BFLOAT16)
     norm = RMSNorm(K).to(device="cuda", dtype=BFLOAT16)
     out = torch.randn(num_tokens, N, device="cuda", dtype=BFLOAT16) if operation == "linear_add" else None
-    value = x if operation == "linear_add" else rms_norm_torch(x, norm.weight, norm.eps)
+    value = x if operation == "linear_add" else rms_norm.twin(x, norm.weight, norm.eps)
     expected = product_of(name, value, weight)
     if operation == "linear_silu":
-        expected = silu_and_mul_torch(expected.to(BFLOAT16))
+        expected = silu_and_mul.twin(expected.to(BFLOAT16))
     elif operation == "linear_add":
         expected += out.float()
     asked = problem(operation, x if operation == "linear_add" else Normed(x, norm), weight, out=out)
@@ -178,7 +178,7 @@ def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num
     logits = torch.randn(num_tokens, num_experts, device="cuda", dtype=BFLOAT16)
     lens = (torch.arange(1, num_tokens + 1, device="cuda") % 9).int()  # with rows of padding
     routed = route_torch(logits, top_k, True, lens)
-    total = experts_sum(rms_norm_torch(x, norm.weight, norm.eps), routed, gate_up, down)
+    total = experts_sum(rms_norm.twin(x, norm.weight, norm.eps), routed, gate_up, down)
     key = Key.of("experts", False, gate_up)
     asked = ExpertsProblem(key, Normed(x, norm), logits, gate_up, down, top_k, True, out.clone(), True, lens)
     device = torch.device("cuda", 0)

@@ -3,8 +3,8 @@
 import torch
 import torch.nn.functional as F
 
-from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 
 
 def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,7 +98,7 @@ def linear_torch(x, weight, bias=None):
 
 
 def linear_silu_torch(x, weight):
-    return silu_and_mul_torch(linear_torch(x, weight))
+    return silu_and_mul.twin(linear_torch(x, weight))
 
 
 def linear_add_torch(x, weight, residual, bias=None):
@@ -107,8 +107,8 @@ def linear_add_torch(x, weight, residual, bias=None):
 
 
 def norm_linear_torch(x, norm_weight, eps, weight, bias=None):
-    return linear_torch(rms_norm_torch(x, norm_weight, eps), weight, bias)
+    return linear_torch(rms_norm.twin(x, norm_weight, eps), weight, bias)
 
 
 def norm_linear_silu_torch(x, norm_weight, eps, weight):
-    return linear_silu_torch(rms_norm_torch(x, norm_weight, eps), weight)
+    return linear_silu_torch(rms_norm.twin(x, norm_weight, eps), weight)

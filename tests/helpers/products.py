@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.experts.experts import experts_torch
-from nanovllm.kernels.matmul.fp8 import dequantize_torch, quantize_torch
+from nanovllm.kernels.matmul.fp8 import dequantize_torch, quantize
 from nanovllm.layers.formats.all_formats import format_of_table
 from nanovllm.layers.formats.format import Input, Weight
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
@@ -63,7 +63,7 @@ def dequantized(weight: Weight) -> Tensor:
 
 def quantized(x: Tensor, weight: Weight) -> tuple[Tensor, Tensor]:
     """A product's input as the twin quantizes it for a weight in fp8."""
-    return quantize_torch(x, weight.format == FP8[True])
+    return quantize.twin(x, weight.format == FP8[True])
 
 
 def experts_problem(num_experts: int, N: int, K: int, top_k: int, dtype: torch.dtype, format: str) -> ExpertsProblem:

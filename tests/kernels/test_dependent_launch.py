@@ -11,7 +11,7 @@ from linear_inputs import gemv_linear_add, gemv_norm_linear
 
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
 from nanovllm.kernels.attention.paged_decode import has_tma, paged_decode
-from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_triton
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.dependent_launch import has_pdl
 from nanovllm.kernels.matmul.gemv import GemvConfig
 from nanovllm.kernels.rms_norm import rms_norm
@@ -60,7 +60,7 @@ def test_a_chain_in_a_graph(batch, config, device):
         for (keys, values), qkv_weight, out_weight in zip(caches, qkv_weights, out_weights, strict=True):
             qkv = gemv_norm_linear(residual, norm, EPS, qkv_weight, config=GEMV, pdl=pdl)
             args = EPS, table, positions, keys, values, slots, None, HEADS, KV_HEADS
-            qk_norm_rope_store_triton(qkv, *norms, *args, pdl=pdl)
+            qk_norm_rope_store.kernel(qkv, *norms, *args, pdl=pdl)
             q = qkv.view(batch, -1, HEAD_DIM)[:, :HEADS]
             scale = HEAD_DIM**-0.5
             o = paged_decode(q, keys, values, tables, scale, plan, workspace, config, pdl=pdl)

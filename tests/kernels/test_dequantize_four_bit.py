@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from four_bit_weights import make_four_bit
 
-from nanovllm.kernels.matmul.dequantize_four_bit import dequantize_triton
+from nanovllm.kernels.matmul.dequantize_four_bit import dequantize
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
 
 
@@ -17,18 +17,18 @@ from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
 )
 def test_kernel_equals_its_twin(kind, shape, group, device):
     weight = make_four_bit(kind, shape, group, torch.float16, device)
-    assert torch.equal(dequantize_triton(weight, torch.float32), dequantize_torch(weight))
-    assert torch.equal(dequantize_triton(weight, torch.float16), dequantize_torch(weight).half())
+    assert torch.equal(dequantize.kernel(weight, torch.float32), dequantize_torch(weight))
+    assert torch.equal(dequantize.kernel(weight, torch.float16), dequantize_torch(weight).half())
 
 
 def test_every_e2m1_number_and_scale(device):
     values = torch.arange(16, dtype=torch.uint8, device=device).repeat(255, 1)
     scale = torch.arange(255, dtype=torch.uint8, device=device)[:, None]
     weight = FourBit(values, scale)
-    assert torch.equal(dequantize_triton(weight, torch.float32), dequantize_torch(weight))
+    assert torch.equal(dequantize.kernel(weight, torch.float32), dequantize_torch(weight))
 
 
 def test_wrong_arguments(device):
     weight = make_four_bit("e2m1", (4, 64), 32, torch.float16, device)
     with pytest.raises(ValueError, match="weight must be contiguous"):
-        dequantize_triton(weight._replace(values=weight.values.t().contiguous().t()), torch.float32)
+        dequantize.kernel(weight._replace(values=weight.values.t().contiguous().t()), torch.float32)

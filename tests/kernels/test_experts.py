@@ -16,7 +16,7 @@ from nanovllm.kernels.experts import experts_gemv
 from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_up, route, route_torch, sort_by_expert
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import GEGLU, Activation
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
@@ -203,7 +203,7 @@ def test_the_kernels_for_few_tokens_equal_the_twin(
     logits = make_logits(num_tokens, num_experts, routing, dtype, device)
     weights = make_weights(num_experts, hidden_size, intermediate, dtype, device)
     context_lens = make_context_lens(num_tokens, has_padding, device)
-    normed = rms_norm_torch(x, norm_weight, EPS) if has_norm else x
+    normed = rms_norm.twin(x, norm_weight, EPS) if has_norm else x
     expected = expected_sum(normed, logits, top_k, normalize, weights, out, add, context_lens)
 
     hidden = experts_gemv.gate_up(x, norm_weight, EPS, logits, weights[0], top_k, context_lens, config)

@@ -10,11 +10,11 @@ from four_bit_weights import distance, make_four_bit
 from nanovllm.kernels.matmul import four_bit_tiles as tiles
 from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
 from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
-from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig, arrange_torch, four_bit_tiles
+from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig, arrange, four_bit_tiles
 from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig, int4_gemv
 from nanovllm.kernels.matmul.split_k import make_arrivals
-from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 
 # Triton's interpreter multiplies bfloat16 wrongly.
 # One rounding of the result, relative to its norm.
@@ -56,7 +56,7 @@ def expected_product(value, weight, y, bias, fused):
     """Of an input in float32, in float32. y: what is added to if that is fused."""
     expected = value @ dequantize_torch(weight).t()
     if fused == "silu":
-        return silu_and_mul_torch(expected.to(DTYPE)).float()
+        return silu_and_mul.twin(expected.to(DTYPE)).float()
     if fused == "add":
         expected += y.float()
     return expected if bias is None else expected + bias
@@ -95,7 +95,7 @@ def test_int4_gemv(kind, M, N, K, group, constants, fused, device):
     x, y = torch.randn(M, K + 8, device=device).to(DTYPE)[:, :K], torch.randn(M, N, device=device).to(DTYPE)
     bias = torch.randn(N, device=device) if fused == "bias" else None
     factors = torch.rand(K, device=device) + 0.5 if fused == "norm" else None
-    value = x.float() if factors is None else rms_norm_torch(x.float(), factors, 1e-6)
+    value = x.float() if factors is None else rms_norm.twin(x.float(), factors, 1e-6)
     expected = expected_product(value, weight, y, bias, fused)
     options = {"silu": fused == "silu", "add": fused == "add", "norm_weight": factors, "eps": 1e-6}
     int4_gemv(x, weight, y, bias, Int4GemvConfig(*constants), **options)
@@ -147,7 +147,7 @@ def test_tiles(kind, M, N, K, group, config, add, device):
     bias = None if add else torch.randn(N, device=device)
     expected = x.float() @ dequantize_torch(weight).to(DTYPE).float().t() + (y.float() if add else bias)
     arrivals = make_arrivals(device)
-    four_bit_tiles(arrange_torch(x), weight, y, bias, config, arrivals, add=add)
+    four_bit_tiles(arrange.twin(x), weight, y, bias, config, arrivals, add=add)
     assert distance(y, expected) < MAX_DISTANCE
     assert not arrivals.any()
 
@@ -156,13 +156,13 @@ def test_tiles(kind, M, N, K, group, config, add, device):
 def test_arranged_inputs(K, device):
     x, weight = torch.randn(3, 2 * K, device=device).to(DTYPE), torch.rand(K, device=device)
     half = x[:, :K]
-    assert torch.equal(tiles._arranged(half, None, 0.0, K, False), arrange_torch(half))
-    normed = tiles._arranged(half, weight, 1e-6, K, False)
-    torch.testing.assert_close(normed, arrange_torch(rms_norm_torch(half, weight, 1e-6)), rtol=2e-2, atol=1e-3)
-    gated = tiles._arranged(x, None, 0.0, K, True)
-    torch.testing.assert_close(gated, arrange_torch(silu_and_mul_torch(x)), rtol=2e-2, atol=1e-3)
+    assert torch.equal(arrange.kernel(half), arrange.twin(half))
+    normed = tiles.rms_norm_arrange.kernel(half, weight, 1e-6)
+    torch.testing.assert_close(normed, arrange.twin(rms_norm.twin(half, weight, 1e-6)), rtol=2e-2, atol=1e-3)
+    gated = tiles.silu_and_mul_arrange.kernel(x)
+    torch.testing.assert_close(gated, arrange.twin(silu_and_mul.twin(x)), rtol=2e-2, atol=1e-3)
     if device == "cpu":
-        assert torch.equal(tiles.arrange(half), arrange_torch(half))
+        assert torch.equal(tiles.arrange(half), arrange.twin(half))
 
 
 def test_parts_of_a_word_meet_their_columns(device):
@@ -171,7 +171,7 @@ def test_parts_of_a_word_meet_their_columns(device):
     values = torch.stack([codes.unflatten(-1, (-1, 2, 16))[..., i, :] for i in (0, 1)])
     words = (values[0] | values[1] << 4).flatten().view(torch.int16).int() & 0xFFFF
     places = torch.stack([words >> 4 * place & 15 for place in range(4)]).flatten()
-    assert arrange_torch(codes).flatten().tolist() == places.tolist()
+    assert arrange.twin(codes).flatten().tolist() == places.tolist()
 
 
 def test_wrong_arguments_are_named(device):

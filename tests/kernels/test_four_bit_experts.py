@@ -11,7 +11,7 @@ from nanovllm.kernels.experts import four_bit_experts as tiles
 from nanovllm.kernels.experts import four_bit_experts_gemv as gemv
 from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route_torch, sort_by_expert
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
-from nanovllm.kernels.matmul.four_bit_tiles import arrange_torch
+from nanovllm.kernels.matmul.four_bit_tiles import arrange
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 
 # Triton's interpreter multiplies bfloat16 wrongly. Three roundings, relative to the result's norm.
@@ -82,7 +82,7 @@ def test_tiles(case, constants, device):
     expected = layer.expected(rounded=True)
     (gate_up, down), (bias, down_bias) = layer.weights, layer.biases
     order, starts = sort_by_expert(layer.experts, layer.num_experts)
-    hidden = tiles.gate_up(arrange_torch(layer.x), order, starts, gate_up, bias, config, layer.activation)
+    hidden = tiles.gate_up(arrange.twin(layer.x), order, starts, gate_up, bias, config, layer.activation)
     y = tiles.down(hidden, order, starts, layer.shares, down, down_bias, config)
     found = add_pairs(y, layer.out, layer.add, layer.lens)
     assert distance(found, expected) < MAX_DISTANCE

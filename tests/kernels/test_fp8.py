@@ -9,11 +9,11 @@ from linear_inputs import make_rows, round_to_e4m3_exactly
 from products import FP8, dequantized, quantized
 
 from nanovllm.kernels.matmul import fp8
-from nanovllm.kernels.matmul.fp8 import E4M3, dequantize_torch, quantize_torch
+from nanovllm.kernels.matmul.fp8 import E4M3, dequantize_torch, quantize
 from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
 from nanovllm.kernels.matmul.split_k import SplitKConfig, make_arrivals, split_k
-from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.formats.format import Weight
 
 EPS = 1e-6
@@ -51,8 +51,8 @@ def wide_rows(num_tokens, K, dtype, device):
 @pytest.mark.parametrize(("num_tokens", "K"), [(1, 128), (5, 384), (3, 5120)])
 def test_rows_are_quantized_as_by_the_twin(num_tokens, K, dtype, in_groups, device):
     x = wide_rows(num_tokens, K, dtype, device)
-    found = fp8.quantize_triton(x, in_groups)
-    assert_quantized(found, quantize_torch(x, in_groups))
+    found = fp8.quantize.kernel(x, in_groups)
+    assert_quantized(found, quantize.twin(x, in_groups))
     assert found[1].stride(0) == 1  # as cuBLAS needs the scales of groups
 
 
@@ -61,10 +61,10 @@ def test_numbers_next_to_zero_are_zeros(in_groups, device):
     """The inverse of their scale would be infinite, and infinity times a zero beside them is NaN."""
     x = torch.tensor([1e-44, 1e-40, 1e-38, 1e-36, 1e-33], device=device)[:, None].repeat(1, 128)
     x[:, ::2] = 0
-    expected = quantize_torch(x, in_groups)
-    assert_quantized(fp8.quantize_triton(x, in_groups), expected)
+    expected = quantize.twin(x, in_groups)
+    assert_quantized(fp8.quantize.kernel(x, in_groups), expected)
     torch.testing.assert_close(dequantize_torch(*expected), x, atol=1e-34, rtol=1 / 16)
-    of_bfloat16 = quantize_torch(x.bfloat16(), in_groups)
+    of_bfloat16 = quantize.twin(x.bfloat16(), in_groups)
     torch.testing.assert_close(dequantize_torch(*of_bfloat16), x, atol=1e-34, rtol=1 / 16)
 
 
@@ -74,11 +74,11 @@ def test_rows_up_to_a_multiple(num_tokens, num_rows, in_groups, device):
     """As cuBLAS needs them."""
     x = wide_rows(num_tokens, 256, torch.float16, device)
     gate_up, weight = torch.cat([x, x], dim=1), torch.ones(256, dtype=torch.float16, device=device)
-    found = fp8.quantize_triton(x, in_groups, 4)
-    assert_quantized([each[:num_tokens] for each in found], quantize_torch(x, in_groups))
+    found = fp8.quantize.kernel(x, in_groups, 4)
+    assert_quantized([each[:num_tokens] for each in found], quantize.twin(x, in_groups))
     others = (
-        fp8.rms_norm_quantize_triton(x, weight, EPS, in_groups, 4),
-        fp8.silu_and_mul_quantize_triton(gate_up, in_groups, 4),
+        fp8.rms_norm_quantize.kernel(x, weight, EPS, in_groups, 4),
+        fp8.silu_and_mul_quantize.kernel(gate_up, in_groups, 4),
     )
     for values, scale in (found, *others):
         assert values.shape == (num_rows, 256)
@@ -88,9 +88,9 @@ def test_rows_up_to_a_multiple(num_tokens, num_rows, in_groups, device):
 
 def test_any_width_of_a_token(device):
     x = wide_rows(4, 77, torch.float32, device)
-    assert_quantized(fp8.quantize_triton(x, False), quantize_torch(x, False))
+    assert_quantized(fp8.quantize.kernel(x, False), quantize.twin(x, False))
     with pytest.raises(ValueError, match="multiple of 128 columns"):
-        fp8.quantize_triton(x, True)
+        fp8.quantize.kernel(x, True)
 
 
 @in_groups
@@ -99,20 +99,20 @@ def test_norm_and_activation_before_it(dtype, in_groups, device):
     x = wide_rows(7, 384, dtype, device)
     weight = (1 + 0.1 * torch.randn(384, device=device)).to(dtype)
     places = 7 * 384 // 100
-    expected = quantize_torch(rms_norm_torch(x, weight, EPS), in_groups)
-    assert_quantized(fp8.rms_norm_quantize_triton(x, weight, EPS, in_groups), expected, places)
+    expected = quantize.twin(rms_norm.twin(x, weight, EPS), in_groups)
+    assert_quantized(fp8.rms_norm_quantize.kernel(x, weight, EPS, in_groups), expected, places)
     gate_up = torch.cat([x, x.flip(0)], dim=1)
-    expected = quantize_torch(silu_and_mul_torch(gate_up), in_groups)
-    assert_quantized(fp8.silu_and_mul_quantize_triton(gate_up, in_groups), expected, places)
+    expected = quantize.twin(silu_and_mul.twin(gate_up), in_groups)
+    assert_quantized(fp8.silu_and_mul_quantize.kernel(gate_up, in_groups), expected, places)
 
 
 def test_what_is_not_finite_stays_so(device):
     x = torch.ones(3, 128, device=device)
     x[0, 5], x[1, 7] = float("nan"), float("inf")
-    values, scale = fp8.quantize_triton(x, False)
+    values, scale = fp8.quantize.kernel(x, False)
     is_finite = (values.float() * scale).isfinite().all(1)
     assert is_finite.tolist() == [False, False, True]
-    assert dequantize_torch(*quantize_torch(x, False)).isfinite().all(1).tolist() == [False, False, True]
+    assert dequantize_torch(*quantize.twin(x, False)).isfinite().all(1).tolist() == [False, False, True]
 
 
 def make_weight(N, K, in_blocks, dtype, device) -> Weight:
@@ -177,7 +177,7 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
     expected = (dequantize_torch(*quantized(x, weight)) if is_quantized else x.float()) @ dequantized(weight).t()
     options = {"weight_scale": weight.scale, "add": operation == "linear_add", "silu": operation == "linear_silu"}
     if operation == "linear_silu":
-        bias, y, expected = None, make_rows(M, N // 2, dtype, device), silu_and_mul_torch(expected.to(dtype))
+        bias, y, expected = None, make_rows(M, N // 2, dtype, device), silu_and_mul.twin(expected.to(dtype))
     elif operation == "linear_add":
         expected += y.float() + bias.float()
     else:
@@ -186,7 +186,7 @@ def test_linear_layers_with_weights_in_e4m3(M, N, K, in_blocks, config, operatio
         gemv(x, weight.values, y, bias, config, **options)
     else:
         arrivals = make_arrivals(device)
-        values, scale = fp8.quantize_triton(x, in_blocks, unit=4)
+        values, scale = fp8.quantize.kernel(x, in_blocks, unit=4)
         split_k(values[:M], weight.values, y, bias, config, arrivals, x_scale=scale[:M], **options)
         assert not arrivals.any()
     tolerance = 3e-2 if dtype == torch.bfloat16 else 4e-3
@@ -201,7 +201,7 @@ def test_tokens_of_quantized_inputs_are_independent_and_calls_equal(in_blocks, d
     x, config = make_rows(40, 512, torch.float16, device), SplitKConfig(64, 128, 4, 4, 0, 16, 4)
 
     def product(x, arrivals):
-        (values, scale), y = fp8.quantize_triton(x, in_blocks), torch.empty(40, 256, dtype=torch.float16, device=device)
+        (values, scale), y = fp8.quantize.kernel(x, in_blocks), torch.empty(40, 256, dtype=torch.float16, device=device)
         split_k(values, weight.values, y, None, config, arrivals, x_scale=scale, weight_scale=weight.scale)
         return y
 

@@ -25,7 +25,7 @@ from nanovllm.kernels.attention import paged_decode as kernel
 from nanovllm.kernels.attention.decode_plan import DecodeConfig
 from nanovllm.kernels.attention.kv_quantization import E4M3_MAX, KV_DTYPE, dequantize_kv, quantize_kv, round_to_cache
 from nanovllm.kernels.attention.paged_prefill import paged_prefill
-from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_torch, qk_norm_rope_store_triton
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.backends.torch_backend import decode_attention_torch, prefill_attention_torch
 from nanovllm.layers.rope_parameters import RopeParameters
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
@@ -135,7 +135,7 @@ def test_store_kernel_equals_twin(num_tokens, num_kv_heads, group, head_dim, rot
     slots[::3] = -1
     scales = random_scales(num_kv_heads, seed)
     results = []
-    for function in (qk_norm_rope_store_triton, qk_norm_rope_store_torch):
+    for function in (qk_norm_rope_store.kernel, qk_norm_rope_store.twin):
         own = qkv.clone()
         caches = torch.zeros(2, 4, 8, num_kv_heads, head_dim, device=DEVICE).to(KV_DTYPE)
         function(own, q_weight, k_weight, 1e-6, table, positions, *caches, slots, scales, num_heads, num_kv_heads)
@@ -164,7 +164,7 @@ def test_the_store_kernel_clamps_and_keeps_nan(device):
     caches = torch.zeros(2, 1, 16, 1, 2, device=device).to(KV_DTYPE)
     scales = torch.tensor([[0.5], [1.0]], device=device)
     slots, positions = torch.zeros(2, 1, dtype=torch.int64, device=device)
-    qk_norm_rope_store_triton(qkv, None, None, 1e-6, None, positions, *caches, slots, scales, 1, 1)
+    qk_norm_rope_store.kernel(qkv, None, None, 1e-6, None, positions, *caches, slots, scales, 1, 1)
     assert qkv[0, :4].tolist() == [1, 1, 224, -224]
     assert qkv[0, 4].isnan()
     assert qkv[0, 5] == -448
@@ -184,7 +184,7 @@ def test_scales_and_caches_that_do_not_belong_together(cache_dtype, scales, mess
     qkv, slots = torch.zeros(3, 8 * 16), torch.zeros(3, dtype=torch.int64)
     caches = torch.zeros(2, 4, 16, 2, 16).to(cache_dtype)
     with pytest.raises(ValueError, match=message):
-        qk_norm_rope_store_triton(qkv, None, None, 1e-6, None, slots, *caches, slots, scales, 4, 2)
+        qk_norm_rope_store.kernel(qkv, None, None, 1e-6, None, slots, *caches, slots, scales, 4, 2)
     if message == "kv_scales must be":
         q, tables, lens = torch.zeros(1, 4, 16), torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32)
         with pytest.raises(ValueError, match=message):

@@ -14,7 +14,7 @@ from nanovllm.kernels.experts.experts import TileConfig, add_pairs, down, gate_u
 from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
-from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.formats.format import Weight
 
 NUM_EXPERTS, TOP_K, EPS = 6, 3, 1e-6
@@ -90,7 +90,7 @@ def test_the_kernels_for_few_tokens_equal_the_twin(device, in_blocks, sizes, dty
     case.lens[:] = torch.tensor([1, 0])
     case.routed = route_torch(case.logits, TOP_K, True, case.lens)
     norm_weight = (1 + 0.5 * torch.randn(sizes[0], device=device)).to(dtype)
-    x = rms_norm_torch(case.x, norm_weight, EPS).float()  # The kernels read their inputs as they are.
+    x = rms_norm.twin(case.x, norm_weight, EPS).float()  # The kernels read their inputs as they are.
     total = experts_sum(x, case.routed, dequantized(case.gate_up), dequantized(case.down))
     weights = (case.gate_up.values, case.down.values)
     scales = (case.gate_up.scale, case.down.scale)

@@ -9,11 +9,7 @@ pytest.importorskip("triton")
 from nanovllm.kernels.linear_attention import chunked_delta
 from nanovllm.kernels.linear_attention.gated_delta import (
     delta_rule_decode,
-    delta_rule_decode_torch,
-    delta_rule_decode_triton,
     delta_rule_prefill,
-    delta_rule_prefill_torch,
-    delta_rule_prefill_triton,
 )
 
 EPS = 1e-6
@@ -99,9 +95,9 @@ def test_twins_equal_transformers(heads, num_tokens):
     layer = Layer(*heads, 16)
     inputs = layer.inputs(num_tokens)
     expected, state = transformers_layer(layer, inputs)
-    out, tails, states = layer.run(delta_rule_prefill_torch, inputs, [0, num_tokens], [-1], [3], [-1], [0])
+    out, tails, states = layer.run(delta_rule_prefill.twin, inputs, [0, num_tokens], [-1], [3], [-1], [0])
     assert_close((out, states[3]), (expected, state))
-    by_rows = layer.run(delta_rule_decode_torch, inputs, [3] * num_tokens, range(1, num_tokens + 1))
+    by_rows = layer.run(delta_rule_decode.twin, inputs, [3] * num_tokens, range(1, num_tokens + 1))
     assert_close(by_rows, (out, tails, states))
 
 
@@ -111,10 +107,10 @@ def test_twins_continue_and_leave_other_slots_alone():
     lens = [70, 1, 2, 129]
     inputs = layer.inputs(sum(lens))
     places = starts(lens), [5, -1, 1, 6], [5, 0, 1, 2], [7, -1, -1, 4], [64, 0, 0, 128]
-    out, tails, states = layer.run(delta_rule_prefill_torch, inputs, *places)
+    out, tails, states = layer.run(delta_rule_prefill.twin, inputs, *places)
     slots = [slot for slot, count in zip((5, 0, 1, 6), lens, strict=True) for _ in range(count)]
     positions = [first + i for first, count in zip((9, 1, 9, 9), lens, strict=True) for i in range(count)]
-    by_rows = layer.run(delta_rule_decode_torch, inputs, slots, positions)
+    by_rows = layer.run(delta_rule_decode.twin, inputs, slots, positions)
     assert_close([out], by_rows[:1])
     for one, other in ((tails, by_rows[1]), (states, by_rows[2])):
         assert_close(one[[0, 1, 5, 2]], other[[0, 1, 5, 6]])
@@ -122,7 +118,7 @@ def test_twins_continue_and_leave_other_slots_alone():
     assert torch.equal(states[6], layer.states[6])
     for slot, first, count, read in ((7, 0, 64, 5), (4, 73, 128, 6)):
         rows = [x[first : first + count] for x in inputs]
-        _, tail, state = layer.run(delta_rule_prefill_torch, rows, [0, count], [read], [0], [-1], [0])
+        _, tail, state = layer.run(delta_rule_prefill.twin, rows, [0, count], [read], [0], [-1], [0])
         assert_close((tails[slot], states[slot]), (tail[0], state[0]))
 
 
@@ -130,7 +126,7 @@ def test_a_padding_row_gives_zeros():
     layer = Layer(2, 4, 8)
     layer.fill(0, 2)
     inputs = layer.inputs(4)
-    out, tails, states = layer.run(delta_rule_decode_torch, inputs, [2, 0, -1, -1], [7, 9, 0, 0])
+    out, tails, states = layer.run(delta_rule_decode.twin, inputs, [2, 0, -1, -1], [7, 9, 0, 0])
     assert not out[2:].any()
     assert out[:2].isfinite().all()
     assert states[[1, 3, 7]].isnan().all()
@@ -151,8 +147,8 @@ def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
     slots = [0, 1, 1, 2, 3, 3, 3, 5, 5, 4, 4, 4, 4, *[7] * 9, -1, -1]
     lens = [9, 1, 2, 3, 1, 2, 3, 2, 3, 1, 2, 3, 4, *range(4, 13), 0, 0]
     inputs = layer.inputs(len(slots))
-    expected = layer.run(delta_rule_decode_torch, inputs, slots, lens)
-    actual = layer.run(delta_rule_decode_triton, inputs, slots, lens)
+    expected = layer.run(delta_rule_decode.twin, inputs, slots, lens)
+    actual = layer.run(delta_rule_decode.kernel, inputs, slots, lens)
     assert_close(actual[1:2], expected[1:2], 0)
     # The twin rounds a state after every row, the kernel after a sequence's last one.
     rounding = 2e-5 if state_dtype == torch.float32 else 6e-2
@@ -167,11 +163,11 @@ def test_decode_kernels_of_other_sizes_equal_twin(dim, device):
     layer.fill(0, 2)
     inputs = layer.inputs(7)
     places = [2, 2, 0, -2 - 5, -2 - 1, 6, -1], [3, 4, 9, 10, 11, 1, 0]
-    expected = layer.run(delta_rule_decode_torch, inputs, *places)
-    assert_close(layer.run(delta_rule_decode_triton, inputs, *places), expected)
+    expected = layer.run(delta_rule_decode.twin, inputs, *places)
+    assert_close(layer.run(delta_rule_decode.kernel, inputs, *places), expected)
 
 
-@pytest.mark.parametrize("function", [delta_rule_decode_torch, delta_rule_decode_triton])
+@pytest.mark.parametrize("function", [delta_rule_decode.twin, delta_rule_decode.kernel])
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     """Of sequences with 0 to 5 proposed tokens, one at its start: every output, and every state on the way."""
@@ -187,7 +183,7 @@ def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     assert not out[-2:].any()
     # A compiled loop may fuse other operations than its first pass, and what is rounded to bfloat16 may then differ.
     tolerance = 1e-5 if state_dtype == torch.float32 else 2e-2
-    if function is delta_rule_decode_triton and device == "cpu":
+    if function is delta_rule_decode.kernel and device == "cpu":
         tolerance = 0
     for i in range(max(map(len, groups))):
         rows = [sum(map(len, groups[:g])) + i for g, group in enumerate(groups) if len(group) > i]
@@ -210,8 +206,8 @@ def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
     lens = [1, 70, 2, 64, 0, 129]
     inputs = layer.inputs(sum(lens))
     places = starts(lens), [0, -1, 2, -1, -1, 5], [0, 1, 3, -1, -1, 5], [-1, 4, -1, 7, -1, 6], [0, 64, 0, 64, 0, 128]
-    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
-    actual = layer.run(delta_rule_prefill_triton, inputs, *places)
+    expected = layer.run(delta_rule_prefill.twin, inputs, *places)
+    actual = layer.run(delta_rule_prefill.kernel, inputs, *places)
     assert_close(actual[1:2], expected[1:2], 0)
     tolerance = TOLERANCE[dtype]
     assert_close(actual[:1], expected[:1], tolerance)
@@ -229,8 +225,8 @@ def test_random_lengths_in_wide_slices(seed, device, monkeypatch):
     places = starts(lens), [-1, 1, -1], [0, 2, 3], [4, 5, 6], [max(n // 64 * 64, 64) for n in lens]
     places[3][:] = [slot if n >= 64 else -1 for slot, n in zip(places[3], lens, strict=True)]
     inputs = layer.inputs(sum(lens))
-    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
-    assert_close(layer.run(delta_rule_prefill_triton, inputs, *places), expected, TOLERANCE[torch.float32])
+    expected = layer.run(delta_rule_prefill.twin, inputs, *places)
+    assert_close(layer.run(delta_rule_prefill.kernel, inputs, *places), expected, TOLERANCE[torch.float32])
 
 
 @pytest.mark.slow
@@ -239,8 +235,8 @@ def test_many_short_sequences(device):
     layer = Layer(1, 1, 16, device, num_slots=300)
     places = starts(lens), [-1] * 300, range(300), [-1] * 300, [0] * 300
     inputs = layer.inputs(sum(lens))
-    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
-    assert_close(layer.run(delta_rule_prefill_triton, inputs, *places), expected, TOLERANCE[torch.float32])
+    expected = layer.run(delta_rule_prefill.twin, inputs, *places)
+    assert_close(layer.run(delta_rule_prefill.kernel, inputs, *places), expected, TOLERANCE[torch.float32])
 
 
 def test_equal_tokens_without_decay(device):
@@ -249,8 +245,8 @@ def test_equal_tokens_without_decay(device):
     layer.A_log.fill_(-20)
     qkv, z, b, a = (x[:1].expand(200, -1).contiguous() for x in layer.inputs(200))
     places = [0, 200], [-1], [0], [-1], [0]
-    expected = layer.run(delta_rule_prefill_torch, (qkv, z, b + 8, a), *places)
-    assert_close(layer.run(delta_rule_prefill_triton, (qkv, z, b + 8, a), *places), expected, TOLERANCE[torch.float32])
+    expected = layer.run(delta_rule_prefill.twin, (qkv, z, b + 8, a), *places)
+    assert_close(layer.run(delta_rule_prefill.kernel, (qkv, z, b + 8, a), *places), expected, TOLERANCE[torch.float32])
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN, in Triton's interpreter
@@ -260,10 +256,10 @@ def test_a_sequence_of_nan_spoils_no_other(device):
     lens = [40, 70, 50]
     inputs = layer.inputs(sum(lens))
     places = starts(lens), [0, 1, 2], [0, 1, 2], [-1] * 3, [0] * 3
-    expected, *_ = layer.run(delta_rule_prefill_triton, inputs, *places)
+    expected, *_ = layer.run(delta_rule_prefill.kernel, inputs, *places)
     for x in inputs:
         x[40:110] = float("nan")
-    out, *_ = layer.run(delta_rule_prefill_triton, inputs, *places)
+    out, *_ = layer.run(delta_rule_prefill.kernel, inputs, *places)
     assert torch.equal(out[:40], expected[:40])
     assert torch.equal(out[110:], expected[110:])
     assert out[40:110].isnan().all()
@@ -284,8 +280,8 @@ def test_wrong_arguments_are_refused(device):
             layer.run(delta_rule_prefill, inputs, [0, 1], [0], [0], [-1], [0])
     layer = Layer(2, 4, 24, device)
     for function, places in (
-        (delta_rule_decode_triton, ([0], [1])),
-        (delta_rule_prefill_triton, ([0, 1], [-1], [0], [-1], [0])),
+        (delta_rule_decode.kernel, ([0], [1])),
+        (delta_rule_prefill.kernel, ([0, 1], [-1], [0], [-1], [0])),
     ):
         with pytest.raises(ValueError, match="values of one size"):
             layer.run(function, layer.inputs(1), *places)
@@ -300,14 +296,14 @@ def test_published_sizes(num_value_heads, dtype):
     lens = [300, 1, 64, 513]
     inputs = layer.inputs(sum(lens))
     places = starts(lens), [0, -1, -1, 1], [0, 2, 3, 1], [4, -1, -1, 5], [256, 0, 0, 512]
-    expected = layer.run(delta_rule_prefill_torch, inputs, *places)
+    expected = layer.run(delta_rule_prefill.twin, inputs, *places)
     actual = layer.run(delta_rule_prefill, inputs, *places)
     assert_close(actual[1:2], expected[1:2], 0)
     assert_close(actual[:1], expected[:1], max(TOLERANCE[dtype], 1e-3))
     assert_close(actual[2:], expected[2:], max(TOLERANCE[dtype], 1e-3))
     rows = [x[:6] for x in inputs]
     places = [0, 1, 6, 6, 6, -1], [301, 514, 1, 2, 3, 0]
-    expected = layer.run(delta_rule_decode_torch, rows, *places)
+    expected = layer.run(delta_rule_decode.twin, rows, *places)
     actual = layer.run(delta_rule_decode, rows, *places)
     assert_close(actual[1:], expected[1:], 1e-4)
     assert_close(actual[:1], expected[:1], max(TOLERANCE[dtype] / 8, 1e-4))
@@ -322,7 +318,7 @@ def test_states_after_4000_tokens(state_dtype):
     exact = Layer(16, 32, 128, "cuda")
     exact.conv_weight = layer.conv_weight.float()
     places = [0, 4000], [-1], [0], [-1], [0]
-    _, _, expected = exact.run(delta_rule_prefill_torch, [x.float() for x in inputs], *places)
+    _, _, expected = exact.run(delta_rule_prefill.twin, [x.float() for x in inputs], *places)
     _, _, actual = layer.run(delta_rule_prefill, inputs, *places)
     half = [x[:2000] for x in inputs]
     layer.keep(layer.run(delta_rule_prefill, half, [0, 2000], [-1], [0], [-1], [0]))

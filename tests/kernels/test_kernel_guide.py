@@ -39,10 +39,11 @@ def test_the_kernel_of_the_guide_equals_its_twin(guide, num_tokens, N, K, device
     kernels, _ = guide
     x, weight = torch.randn(num_tokens, K, device=device).half(), (torch.randn(N, K, device=device) * K**-0.5).half()
     found, expected = torch.empty(2, num_tokens, N, device=device, dtype=torch.float16)
-    kernels.thin_triton(x, weight, found, kernels.ThinConfig(32, 64, 4))
-    torch.testing.assert_close(found, kernels.thin_torch(x, weight, expected), rtol=2.0**-9, atol=1e-3)
+    config = kernels.ThinConfig(32, 64, 4)
+    kernels.thin.kernel(x, weight, found, config)
+    torch.testing.assert_close(found, kernels.thin.twin(x, weight, expected, config), rtol=2.0**-9, atol=1e-3)
     with pytest.raises(ValueError, match=r"x must be \[1\.\.16, "):
-        kernels.thin_triton(x.repeat(17, 1), weight, found, kernels.ThinConfig(32, 64, 4))
+        kernels.thin.kernel(x.repeat(17, 1), weight, found, config)
 
 
 def test_the_candidate_of_the_guide(guide, device):

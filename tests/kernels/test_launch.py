@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels import launch
-from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_triton
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.kernels.launch import compile_ahead
 
 
@@ -22,7 +22,7 @@ def rotate(device):
 
     def run() -> bool:
         before = qkv.clone()
-        qk_norm_rope_store_triton(qkv, None, None, 1e-6, table, positions, None, None, None, None, 2, 1)
+        qk_norm_rope_store.kernel(qkv, None, None, 1e-6, table, positions, None, None, None, None, 2, 1)
         return not torch.equal(qkv, before)
 
     return run

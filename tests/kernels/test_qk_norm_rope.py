@@ -15,7 +15,7 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from nanovllm.kernels.attention import qk_norm_rope as kernel
-from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store_torch, qk_norm_rope_store_triton
+from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
 from nanovllm.layers.rope_parameters import RopeParameters
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 
@@ -64,8 +64,8 @@ def assert_close(actual, expected):
 )
 def test_kernel_equals_twin(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device):
     case = random_case(num_tokens, num_heads, num_kv_heads, head_dim, dtype, device)
-    expected = run(qk_norm_rope_store_torch, case)
-    assert_close(run(qk_norm_rope_store_triton, case), expected)
+    expected = run(qk_norm_rope_store.twin, case)
+    assert_close(run(qk_norm_rope_store.kernel, case), expected)
     assert_close(run(kernel.qk_norm_rope_store, case), expected)
 
 
@@ -75,9 +75,9 @@ def test_rows_may_be_a_part_of_longer_ones(device):
     part = rows[:, 3 : 3 + case[0].shape[1]]
     part.copy_(case[0])
     before = rows.clone()
-    expected, *caches = run(qk_norm_rope_store_torch, case)
+    expected, *caches = run(qk_norm_rope_store.twin, case)
     others = [value.clone() if isinstance(value, torch.Tensor) else value for value in case[1:]]
-    qk_norm_rope_store_triton(part, *others)
+    qk_norm_rope_store.kernel(part, *others)
     assert_close([part, *others[5:7]], [expected, *caches])
     part.copy_(case[0])
     assert torch.equal(rows, before), "it wrote beside its part"
@@ -91,7 +91,7 @@ def test_norm_and_cache_are_optional(norm, cache, device):
         case[1:3] = None, None
     if not cache:
         case[6:9] = None, None, None
-    assert_close(run(qk_norm_rope_store_triton, case), run(qk_norm_rope_store_torch, case))
+    assert_close(run(qk_norm_rope_store.kernel, case), run(qk_norm_rope_store.twin, case))
 
 
 @pytest.mark.parametrize("norm", [True, False])
@@ -102,8 +102,8 @@ def test_heads_that_are_rotated_in_part_or_not_at_all(head_dim, rotary_dim, norm
     case = list(with_rotary_dim(random_case(5, 3, 2, head_dim, torch.bfloat16, device), rotary_dim))
     if not norm:
         case[1:3] = None, None
-    expected = run(qk_norm_rope_store_torch, case)
-    assert_close(run(qk_norm_rope_store_triton, case), expected)
+    expected = run(qk_norm_rope_store.twin, case)
+    assert_close(run(qk_norm_rope_store.kernel, case), expected)
     q, before = (x[0].view(5, 7, head_dim)[:, :3] for x in (expected, case))
     if not norm:
         assert torch.equal(q[..., rotary_dim or 0 :], before[..., rotary_dim or 0 :])
@@ -114,9 +114,9 @@ def test_heads_that_are_rotated_in_part_or_not_at_all(head_dim, rotary_dim, norm
 def test_queries_that_grow_with_their_position(rotary_dim, device):
     case = with_rotary_dim(random_case(5, 3, 2, 32, torch.float32, device), rotary_dim)
     scales = 1 + torch.rand(MAX_POSITION, device=device)
-    expected, *caches = run(qk_norm_rope_store_torch, case)
+    expected, *caches = run(qk_norm_rope_store.twin, case)
     expected.view(5, 7, 32)[:, :3] *= scales[case[5], None, None]
-    for function in (qk_norm_rope_store_torch, qk_norm_rope_store_triton, kernel.qk_norm_rope_store):
+    for function in (qk_norm_rope_store.twin, qk_norm_rope_store.kernel, kernel.qk_norm_rope_store):
         assert_close(run(partial(function, query_scales=scales), case), (expected, *caches))
 
 
@@ -128,8 +128,8 @@ def test_values_that_are_normalized(head_dim, rotary_dim, cache, device):
         case[6:9] = None, None, None
     values = case[0].view(5, 7, head_dim)[:, 5:].float()
     normed = values / (values.square().mean(-1, keepdim=True) + EPS).sqrt()
-    plain, *_ = run(qk_norm_rope_store_torch, case)
-    for function in (qk_norm_rope_store_torch, qk_norm_rope_store_triton):
+    plain, *_ = run(qk_norm_rope_store.twin, case)
+    for function in (qk_norm_rope_store.twin, qk_norm_rope_store.kernel):
         qkv, _, v_cache = run(partial(function, has_value_norm=True), case)
         assert_close((qkv[:, : 5 * head_dim],), (plain[:, : 5 * head_dim],))
         found = qkv.view(5, 7, head_dim)[:, 5:]
@@ -141,7 +141,7 @@ def test_values_that_are_normalized(head_dim, rotary_dim, cache, device):
 
 def test_what_it_must_not_touch(device):
     case = random_case(6, 4, 2, 32, torch.float32, device)
-    qkv, k_cache, v_cache = run(qk_norm_rope_store_triton, case)
+    qkv, k_cache, v_cache = run(qk_norm_rope_store.kernel, case)
     values = case[0][:, -2 * 32 :]
     assert torch.equal(qkv[:, -2 * 32 :], values)
     slots = case[8]
@@ -167,7 +167,7 @@ def test_twin_equals_transformers():
         normed.append(norm(part).transpose(0, 1)[None])
     cos, sin = Qwen3RotaryEmbedding(config)(qkv, positions[None])
     expected = [part[0].transpose(0, 1).flatten(1) for part in apply_rotary_pos_emb(*normed, cos, sin)]
-    actual, _, _ = run(qk_norm_rope_store_torch, case)
+    actual, _, _ = run(qk_norm_rope_store.twin, case)
     size = num_heads * head_dim
     assert_close((actual[:, :size], actual[:, size : size + num_kv_heads * head_dim]), expected)
 
@@ -186,7 +186,7 @@ def test_wrong_arguments_are_refused(index, value, message, device):
     case = list(random_case(6, 4, 2, 32, torch.float32, device))
     case[index] = value
     with pytest.raises(ValueError, match=message):
-        qk_norm_rope_store_triton(*case)
+        qk_norm_rope_store.kernel(*case)
 
 
 @pytest.mark.gpu
@@ -200,7 +200,7 @@ def test_slots_beyond_two_billion_elements():
     k_cache, v_cache = (torch.full(shape, float("nan"), dtype=torch.bfloat16, device="cuda") for _ in range(2))
     slots = torch.tensor([num_blocks * block_size - 1, 3], dtype=torch.int32, device="cuda")
     norms = q_weight, k_weight, eps
-    qk_norm_rope_store_triton(qkv, *norms, table, positions, k_cache, v_cache, slots, None, num_heads, num_kv_heads)
+    qk_norm_rope_store.kernel(qkv, *norms, table, positions, k_cache, v_cache, slots, None, num_heads, num_kv_heads)
     _, k, v = qkv.view(2, -1, head_dim).split((num_heads, num_kv_heads, num_kv_heads), dim=1)
     for cache, rows in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[-1, -1], rows[0])

@@ -5,17 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.rms_norm import (
-    rms_norm_add_torch,
-    rms_norm_add_triton,
-    rms_norm_heads,
-    rms_norm_heads_triton,
-    rms_norm_of_sum,
-    rms_norm_of_sum_torch,
-    rms_norm_of_sum_triton,
-    rms_norm_torch,
-    rms_norm_triton,
-)
+from nanovllm.kernels.rms_norm import rms_norm, rms_norm_add, rms_norm_heads, rms_norm_of_sum
 from nanovllm.layers.layernorm import RMSNorm
 
 # One unit in the last place, and for float32 the few that a sum in another order costs.
@@ -36,7 +26,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize(("num_tokens", "hidden"), [(3, 1), (5, 7), (2, 100), (3, 1024), (2, 5120), (0, 64)])
 def test_kernels_equal_twins(num_tokens, hidden, dtype, device):
     x, weight = random_case(num_tokens, hidden, dtype, device)
-    assert_close(rms_norm_triton(x, weight, EPS), rms_norm_torch(x, weight, EPS))
+    assert_close(rms_norm.kernel(x, weight, EPS), rms_norm.twin(x, weight, EPS))
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -45,17 +35,17 @@ def test_sums_equal_twins(num_tokens, hidden, dtype, device):
     x, weight = random_case(num_tokens, hidden, dtype, device)
     residual = torch.randn_like(x)
     expected, found = residual.clone(), residual.clone()
-    assert rms_norm_add_torch(expected, x, weight, EPS) is expected
-    assert rms_norm_add_triton(found, x, weight, EPS) is found
+    assert rms_norm_add.twin(expected, x, weight, EPS) is expected
+    assert rms_norm_add.kernel(found, x, weight, EPS) is found
     # A sum near zero is a difference of larger numbers.
     torch.testing.assert_close(found, expected, rtol=RTOL[dtype], atol=1e-5)
-    assert_close(expected, (residual.float() + rms_norm_torch(x.float(), weight, EPS)).to(dtype))
+    assert_close(expected, (residual.float() + rms_norm.twin(x.float(), weight, EPS)).to(dtype))
     scale = torch.full((1,), 0.7, dtype=dtype, device=device)
     expected, found = residual.clone(), residual.clone()
-    rms_norm_add_torch(expected, x, weight, EPS, scale)
-    rms_norm_add_triton(found, x, weight, EPS, scale)
+    rms_norm_add.twin(expected, x, weight, EPS, scale)
+    rms_norm_add.kernel(found, x, weight, EPS, scale)
     torch.testing.assert_close(found, expected, rtol=RTOL[dtype], atol=1e-5)
-    total = residual.float() + rms_norm_torch(x.float(), weight, EPS)
+    total = residual.float() + rms_norm.twin(x.float(), weight, EPS)
     assert_close(expected, (total * scale.float()).to(dtype))
 
 
@@ -66,8 +56,8 @@ def test_sums_equal_twins(num_tokens, hidden, dtype, device):
 def test_heads_equal_twins(num_tokens, heads, head_dim, dtype, device):
     rows, weight = random_case(num_tokens * (heads + 2), head_dim, dtype, device)
     x = rows.view(num_tokens, heads + 2, head_dim)[:, 1:-1]
-    expected = rms_norm_torch(x, weight, EPS)
-    for norm in (rms_norm_heads_triton, rms_norm_heads):
+    expected = rms_norm.twin(x, weight, EPS)
+    for norm in (rms_norm_heads.kernel, rms_norm_heads):
         found = norm(x, weight, EPS)
         assert found.is_contiguous()
         assert_close(found, expected)
@@ -79,17 +69,17 @@ def test_norms_of_sums_equal_twins(num_tokens, hidden, dtype, device):
     wide, weight = random_case(num_tokens, 3 * hidden, dtype, device)
     x, residual, weight = wide[:, :hidden], wide[:, hidden : 2 * hidden], weight[:hidden]
     before = wide.clone()
-    _, total = rms_norm_of_sum_torch(x, residual, weight, EPS)
-    for norm in (rms_norm_of_sum_triton, rms_norm_of_sum):
+    _, total = rms_norm_of_sum.twin(x, residual, weight, EPS)
+    for norm in (rms_norm_of_sum.kernel, rms_norm_of_sum):
         found, found_total = norm(x, residual, weight, EPS)
         # Triton's interpreter rounds towards zero. The norm is that of the rounded sum.
         torch.testing.assert_close(found_total, total, rtol=RTOL[dtype], atol=1e-6)
-        assert_close(found, rms_norm_torch(found_total, weight, EPS))
+        assert_close(found, rms_norm.twin(found_total, weight, EPS))
     assert torch.equal(wide, before), "it overwrote its input"
     assert torch.equal(total, x + residual)
 
 
-@pytest.mark.parametrize("norm", [rms_norm_triton, rms_norm_torch])
+@pytest.mark.parametrize("norm", [rms_norm.kernel, rms_norm.twin])
 def test_eps_is_added_to_the_mean_square(norm, device):
     """Which decides where numbers are as small as its root, or zero."""
     sizes = torch.tensor([0.0, 1e-4, 1e-3, 1e-2], dtype=torch.float64, device=device)[:, None]
@@ -101,10 +91,10 @@ def test_eps_is_added_to_the_mean_square(norm, device):
 def test_strided_rows(device):
     wide, weight = random_case(4, 96, torch.float32, device)
     x, weight = wide[:, 16:80], weight[:64]
-    expected = rms_norm_torch(x, weight, EPS)
-    assert_close(rms_norm_triton(x, weight, EPS), expected)
+    expected = rms_norm.twin(x, weight, EPS)
+    assert_close(rms_norm.kernel(x, weight, EPS), expected)
     # In place, without a change of what is beside it.
-    for norm in (rms_norm_triton, rms_norm_torch):
+    for norm in (rms_norm.kernel, rms_norm.twin):
         changed = wide.clone()
         part = changed[:, 16:80]
         assert norm(part, weight, EPS, part) is part
@@ -116,17 +106,17 @@ def test_strided_rows(device):
 def test_wrong_layouts_are_refused(device):
     x, weight = random_case(8, 8, torch.float32, device)
     with pytest.raises(ValueError, match="contiguous in its last dimension"):
-        rms_norm_triton(x.t(), weight, EPS)
+        rms_norm.kernel(x.t(), weight, EPS)
     with pytest.raises(ValueError, match="weight must be"):
-        rms_norm_triton(x, weight[:4], EPS)
+        rms_norm.kernel(x, weight[:4], EPS)
     with pytest.raises(ValueError, match="the output must be"):
-        rms_norm_triton(x, weight, EPS, x.t())
+        rms_norm.kernel(x, weight, EPS, x.t())
     with pytest.raises(ValueError, match="the output must be"):
-        rms_norm_add_triton(x[:3], x, weight, EPS)
+        rms_norm_add.kernel(x[:3], x, weight, EPS)
     with pytest.raises(ValueError, match="contiguous in its last dimension"):
-        rms_norm_of_sum_triton(x, x[:3], weight, EPS)
+        rms_norm_of_sum.kernel(x, x[:3], weight, EPS)
     with pytest.raises(ValueError, match="contiguous in its last dimension"):
-        rms_norm_heads_triton(x.view(2, 4, 8)[:, ::2], weight, EPS)
+        rms_norm_heads.kernel(x.view(2, 4, 8)[:, ::2], weight, EPS)
 
 
 @pytest.mark.parametrize("dtype", RTOL)
@@ -134,7 +124,7 @@ def test_twin_equals_float64(dtype):
     x, weight = random_case(6, 333, dtype, "cpu")
     wide = x.double()
     norm = wide / (wide.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
-    assert_close(rms_norm_torch(x, weight, EPS), norm.to(dtype))
+    assert_close(rms_norm.twin(x, weight, EPS), norm.to(dtype))
 
 
 def test_the_layer_equals_torchs_rms_norm(device):

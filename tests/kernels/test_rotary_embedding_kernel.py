@@ -5,11 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.attention.rotary_embedding import (
-    rotary_embedding,
-    rotary_embedding_torch,
-    rotary_embedding_triton,
-)
+from nanovllm.kernels.attention.rotary_embedding import rotary_embedding
 
 TOLERANCE = {torch.float32: (4e-6, 4e-6), torch.float16: (2.0**-10, 4e-6), torch.bfloat16: (2.0**-7, 4e-6)}
 MAX_POSITION = 64
@@ -43,8 +39,8 @@ def test_kernel_equals_twin(num_tokens, num_heads, num_kv_heads, head_dim, rotar
     case = random_case(num_tokens, num_heads, num_kv_heads, head_dim, rotary_dim, dtype, device, index_dtype)
     scales = 1 + torch.rand(MAX_POSITION, device=device) if has_scales else None
     before = [x.clone() for x in case]
-    expected = rotary_embedding_torch(*case, scales)
-    for function in (rotary_embedding_triton, rotary_embedding):
+    expected = rotary_embedding.twin(*case, scales)
+    for function in (rotary_embedding.kernel, rotary_embedding):
         for found, other in zip(function(*case, scales), expected, strict=True):
             assert found.is_contiguous()
             torch.testing.assert_close(found, other, rtol=TOLERANCE[dtype][0], atol=TOLERANCE[dtype][1])
@@ -65,4 +61,4 @@ def test_other_layouts_are_refused(index, value, message):
     case = list(random_case(6, 4, 2, 32, 32, torch.float32, "cpu"))
     case[index] = value
     with pytest.raises(ValueError, match=message):
-        rotary_embedding_triton(*case)
+        rotary_embedding.kernel(*case)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 triton = pytest.importorskip("triton")
 
 from nanovllm.kernels.sampling import sampling_thresholds as kernels  # noqa: E402
-from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds_triton  # noqa: E402
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds  # noqa: E402
 
 INF = float("inf")
 # Small enough for short rows to have several candidates a lane, and more of them than there is room for.
@@ -65,7 +65,7 @@ def kept_by_definition(logits, temperature, k, p, min_p, slack=0.0):
 
 def assert_right(logits, rows):
     """Keeps what the definition keeps, give or take tokens within rounding of a border."""
-    thresholds = sampling_thresholds_triton(logits, *arguments(rows, logits.device))
+    thresholds = sampling_thresholds.kernel(logits, *arguments(rows, logits.device))
     assert thresholds.dtype == torch.float32
     assert thresholds.shape == (len(rows),)
     for i, row in enumerate(rows):
@@ -131,7 +131,7 @@ def test_ties_stay_together(config, device):
     logits[3, ::2] = 0.0
     rows = [(1.0, 5, 1.0, 0.0), (1.0, 0, 0.3, 0.0), (2.0, 200, 0.99, 0.0), (1.0, 3, 0.5, 0.9)]
     assert_right(logits, rows)
-    for i, kept in enumerate(logits >= sampling_thresholds_triton(logits, *arguments(rows, device)).unsqueeze(1)):
+    for i, kept in enumerate(logits >= sampling_thresholds.kernel(logits, *arguments(rows, device)).unsqueeze(1)):
         assert set(logits[i][kept].tolist()).isdisjoint(logits[i][~kept].tolist())
     assert kept.all()
 
@@ -151,7 +151,7 @@ def test_masked_and_undefined_logits(k, p, min_p, config, device):
     thresholds = assert_right(logits[:5], [(0.7, k, p, min_p)] * 5)
     assert thresholds[0] == thresholds[1] == -INF
     assert not thresholds.isnan().any()
-    thresholds = sampling_thresholds_triton(logits[5:], *arguments([(0.7, k, p, min_p)] * 2, device))
+    thresholds = sampling_thresholds.kernel(logits[5:], *arguments([(0.7, k, p, min_p)] * 2, device))
     assert INF >= thresholds[0] > -INF
     assert logits[6, 0] >= thresholds[1]
 
@@ -186,15 +186,15 @@ def test_any_rows_keep_what_the_definition_keeps(device, data):
 def test_rows_of_a_wider_tensor(device):
     wide = torch.randn(4, 777, device=device).to(torch.bfloat16)
     given_arguments = arguments([(0.8, 9, 0.9, 0.0), (0.8, 0, 0.9, 0.0)] * 2, device)
-    alone = sampling_thresholds_triton(wide[:, 5:705].clone(), *given_arguments)
-    assert torch.equal(sampling_thresholds_triton(wide[:, 5:705], *given_arguments), alone)
+    alone = sampling_thresholds.kernel(wide[:, 5:705].clone(), *given_arguments)
+    assert torch.equal(sampling_thresholds.kernel(wide[:, 5:705], *given_arguments), alone)
     # Nothing is left behind in a row by those before it, and no row looks at another.
     backwards = [argument.flip(0) for argument in given_arguments]
-    assert torch.equal(sampling_thresholds_triton(wide[:, 5:705].flip(0), *backwards).flip(0), alone)
+    assert torch.equal(sampling_thresholds.kernel(wide[:, 5:705].flip(0), *backwards).flip(0), alone)
 
 
 def test_a_batch_without_rows_has_no_thresholds(device):
-    assert sampling_thresholds_triton(
+    assert sampling_thresholds.kernel(
         torch.zeros(0, 5, device=device), *(torch.zeros(0, device=device),) * 4
     ).shape == (0,)
 
@@ -206,9 +206,9 @@ def test_a_batch_without_rows_has_no_thresholds(device):
 def test_real_vocabulary(batch, dtype, spread):
     logits = (torch.randn(batch, 151_936, device="cuda") * spread).to(dtype)
     rows = [((0.6, 20, 0.95, 0.0), (1.0, 0, 0.95, 0.0), *ROWS, (1.0, 5000, 0.9, 0.0))[i % 19] for i in range(batch)]
-    thresholds = sampling_thresholds_triton(logits, *arguments(rows, "cuda"))
+    thresholds = sampling_thresholds.kernel(logits, *arguments(rows, "cuda"))
     for _ in range(5):
-        assert torch.equal(sampling_thresholds_triton(logits, *arguments(rows, "cuda")), thresholds)
+        assert torch.equal(sampling_thresholds.kernel(logits, *arguments(rows, "cuda")), thresholds)
     checked = range(0, batch, max(1, batch // 20))
     assert_right(logits[list(checked)], [rows[i] for i in checked])
     assert_right(logits[:40], rows[:40])
@@ -218,12 +218,12 @@ def test_real_vocabulary(batch, dtype, spread):
 def test_captured_in_a_cuda_graph():
     logits = torch.randn(len(ROWS), 151_936, device="cuda", dtype=torch.bfloat16) * 3
     given_arguments = arguments(ROWS, "cuda")
-    sampling_thresholds_triton(logits, *given_arguments)
+    sampling_thresholds.kernel(logits, *given_arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        thresholds = sampling_thresholds_triton(logits, *given_arguments)
+        thresholds = sampling_thresholds.kernel(logits, *given_arguments)
     for _ in range(3):
         logits.normal_(std=2.0)
         given_arguments[1].copy_(given_arguments[1].roll(1))
         graph.replay()
-        assert torch.equal(thresholds, sampling_thresholds_triton(logits, *given_arguments))
+        assert torch.equal(thresholds, sampling_thresholds.kernel(logits, *given_arguments))

@@ -5,12 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.silu_and_mul import (
-    gelu_tanh_and_mul_torch,
-    gelu_tanh_and_mul_triton,
-    silu_and_mul_torch,
-    silu_and_mul_triton,
-)
+from nanovllm.kernels.silu_and_mul import gelu_tanh_and_mul, silu_and_mul
 from nanovllm.layers.activation import GeluTanhAndMul, SiluAndMul
 
 RTOL = {torch.float32: 4e-6, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}
@@ -21,7 +16,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 BOTH = pytest.mark.parametrize(
-    ("kernel", "twin"), [(silu_and_mul_triton, silu_and_mul_torch), (gelu_tanh_and_mul_triton, gelu_tanh_and_mul_torch)]
+    ("kernel", "twin"), [(silu_and_mul.kernel, silu_and_mul.twin), (gelu_tanh_and_mul.kernel, gelu_tanh_and_mul.twin)]
 )
 
 
@@ -31,7 +26,7 @@ BOTH = pytest.mark.parametrize(
 def test_kernel_equals_twin(num_tokens, size, dtype, kernel, twin, device):
     x = torch.randn(num_tokens, 2 * size, device=device, dtype=dtype) * 4
     # The twin's gelu cancels digits where the gate is far below zero.
-    atol = 1e-5 if kernel is gelu_tanh_and_mul_triton else 1e-6
+    atol = 1e-5 if kernel is gelu_tanh_and_mul.kernel else 1e-6
     torch.testing.assert_close(kernel(x), twin(x), rtol=RTOL[dtype], atol=atol)
 
 
@@ -55,12 +50,12 @@ def test_wrong_layouts_are_refused(kernel, twin, device):
 def test_twin_equals_float64(dtype):
     x = torch.randn(7, 60, dtype=dtype) * 4
     gate, up = x.double().chunk(2, -1)
-    assert_close(silu_and_mul_torch(x), (gate * gate.sigmoid() * up).to(dtype))
+    assert_close(silu_and_mul.twin(x), (gate * gate.sigmoid() * up).to(dtype))
     gelu = torch.nn.functional.gelu(gate, approximate="tanh") * up
-    torch.testing.assert_close(gelu_tanh_and_mul_torch(x), gelu.to(dtype), rtol=RTOL[dtype], atol=1e-5)
+    torch.testing.assert_close(gelu_tanh_and_mul.twin(x), gelu.to(dtype), rtol=RTOL[dtype], atol=1e-5)
 
 
 def test_the_layers_equal_the_twins(device):
     x = torch.randn(4, 32, device=device)
-    assert_close(SiluAndMul()(x), silu_and_mul_torch(x))
-    torch.testing.assert_close(GeluTanhAndMul()(x), gelu_tanh_and_mul_torch(x), rtol=4e-6, atol=1e-5)
+    assert_close(SiluAndMul()(x), silu_and_mul.twin(x))
+    torch.testing.assert_close(GeluTanhAndMul()(x), gelu_tanh_and_mul.twin(x), rtol=4e-6, atol=1e-5)

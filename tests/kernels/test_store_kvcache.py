@@ -6,12 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from nanovllm.kernels.attention import store_kvcache as kernel
-from nanovllm.kernels.attention.store_kvcache import (
-    store_kvcache,
-    store_kvcache_kernel,
-    store_kvcache_torch,
-    store_kvcache_triton,
-)
+from nanovllm.kernels.attention.store_kvcache import store_kvcache, store_kvcache_kernel
 
 NUM_BLOCKS, BLOCK_SIZE = 5, 8
 
@@ -33,7 +28,7 @@ def random_case(num_tokens, num_kv_heads, head_dim, dtype, device, index_dtype=t
 def test_kernel_equals_twin(num_tokens, num_kv_heads, head_dim, dtype, index_dtype, device):
     case = random_case(num_tokens, num_kv_heads, head_dim, dtype, device, index_dtype)
     found = []
-    for function in (store_kvcache_torch, store_kvcache_triton, store_kvcache):
+    for function in (store_kvcache.twin, store_kvcache.kernel, store_kvcache):
         caches = [cache.clone() for cache in case[2:4]]
         function(*case[:2], *caches, case[4])
         found.append(caches)
@@ -50,7 +45,7 @@ def test_the_kernel_as_readers_of_nano_vllm_launch_it(device):
     strides = key.stride(0), value.stride(0)
     store_kvcache_kernel[(6,)](key, strides[0], value, strides[1], k_cache, v_cache, slots, 32)
     expected = torch.full_like(k_cache, torch.nan), torch.full_like(v_cache, torch.nan)
-    store_kvcache_torch(key, value, *expected, slots)
+    store_kvcache.twin(key, value, *expected, slots)
     for cache, other in zip((k_cache, v_cache), expected, strict=True):
         assert torch.equal(cache.nan_to_num(), other.nan_to_num())
 
@@ -74,4 +69,4 @@ def test_other_layouts_are_refused(changes, message):
 def test_heads_that_are_not_packed_are_refused():
     _key, value, *rest = random_case(6, 2, 16, torch.float32, "cpu")
     with pytest.raises(ValueError, match="packed"):
-        store_kvcache_triton(torch.zeros(6, 4, 16)[:, ::2], value, *rest)
+        store_kvcache.kernel(torch.zeros(6, 4, 16)[:, ::2], value, *rest)

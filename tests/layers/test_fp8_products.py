@@ -11,9 +11,9 @@ from products import FP8, problem
 
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul import fp8
-from nanovllm.kernels.matmul.fp8 import dequantize_torch, quantize_torch
+from nanovllm.kernels.matmul.fp8 import dequantize_torch, quantize
 from nanovllm.kernels.matmul.split_k import split_k
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -54,7 +54,7 @@ def make_weight(N, K, in_blocks, dtype=torch.float16) -> Weight:
 
 
 def expected_product(x, weight):
-    values, scale = quantize_torch(x, weight.format.is_blocked)
+    values, scale = quantize.twin(x, weight.format.is_blocked)
     return (dequantize_torch(values, scale) @ weight.format.dequantized(weight).t()).to(weight.dtype)
 
 
@@ -99,7 +99,7 @@ def test_the_split_k_candidate_rounds_as_torch_does(operation, num_tokens, in_bl
         assert candidate.supports(asked.key, weight)
         expected = ScaledMm().launch(again)
         if isinstance(expected, Gated):
-            expected = silu_and_mul_torch(expected.gate_up)
+            expected = silu_and_mul.twin(expected.gate_up)
         found = candidate.launch(asked, CONSTANTS)
         assert out is None or found is out
         torch.testing.assert_close(found, expected, atol=1e-2, rtol=1e-2)

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 
 from nanovllm.engine.sampling.sampling_pipeline import TokenCounts
 from nanovllm.kernels.sampling.sampler import NON_FINITE
-from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds_torch
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling import logprobs
 from nanovllm.layers.sampling.logprobs import token_logprobs
 from nanovllm.layers.sampling.penalties import IN_PROMPT, apply_penalties
@@ -75,7 +75,7 @@ def test_no_number_that_is_accepted_draws_a_forbidden_token(
     assert not logits.isnan().any()
     temperatures = torch.tensor([temperature])
     numbers = (torch.tensor([top_k], dtype=torch.int32), torch.tensor([top_p]), torch.tensor([min_p]))
-    thresholds = sampling_thresholds_torch(logits, temperatures, *numbers)
+    thresholds = sampling_thresholds.twin(logits, temperatures, *numbers)
     token = sample_torch(logits, temperatures, torch.tensor([5]), torch.tensor([9]), thresholds).item()
     assert token in allowed
     if temperature <= 1e-30 and top_k <= 1:

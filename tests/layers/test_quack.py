@@ -11,8 +11,8 @@ from fake_quack import CpuQuack, Package, make_config, tensors
 from products import FP8, default_result, matmul_with, problem, run
 
 from nanovllm.engine.start import build
-from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -139,13 +139,13 @@ def test_weights_in_fp8(quack, package, fp8_weight, operation):
     gate_up, norm = torch.cat([x, x.flip(1)], dim=1), RMSNorm(32)
     inputs = [
         (x, x),
-        (Normed(x, norm), rms_norm_torch(x, norm.weight, norm.eps)),
-        (Gated(gate_up), silu_and_mul_torch(gate_up)),
+        (Normed(x, norm), rms_norm.twin(x, norm.weight, norm.eps)),
+        (Gated(gate_up), silu_and_mul.twin(gate_up)),
     ]
     for given, value in inputs:
         expected = fp8_weight.format.linear(value, fp8_weight)
         if operation == "linear_silu":
-            expected = silu_and_mul_torch(expected)
+            expected = silu_and_mul.twin(expected)
         out = residual.clone() if operation == "linear_add" else None
         asked = problem(operation, given, fp8_weight, out=out)
         assert quack.supports(asked.key, asked.weight)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds, sampling_thresholds_torch
+from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 
 INF = math.inf
 SETTINGS = st.tuples(
@@ -112,4 +112,4 @@ def test_forbidden_and_undefined_logits():
 
 def test_a_batch_without_rows_has_no_thresholds():
     empty = torch.zeros(0)
-    assert sampling_thresholds_torch(torch.zeros(0, 7), empty, empty.int(), empty, empty).shape == (0,)
+    assert sampling_thresholds.twin(torch.zeros(0, 7), empty, empty.int(), empty, empty).shape == (0,)

@@ -7,14 +7,7 @@ import torch
 from draws import sample_torch
 
 from nanovllm.kernels import HAS_TRITON
-from nanovllm.kernels.sampling.sampler import (
-    NON_FINITE,
-    best_of_shard,
-    best_of_shard_torch,
-    best_of_shard_triton,
-    pick_best_torch,
-    pick_best_triton,
-)
+from nanovllm.kernels.sampling.sampler import NON_FINITE, best_of_shard, pick_best
 from nanovllm.layers.sampler import Sampler
 
 pytestmark = pytest.mark.filterwarnings("ignore:All-NaN slice:RuntimeWarning")  # in Triton's interpreter
@@ -40,7 +33,7 @@ def inputs(device):
 def use(name):
     if name == "kernels" and not HAS_TRITON:
         pytest.skip("needs triton")
-    return (best_of_shard_triton, pick_best_triton) if name == "kernels" else (best_of_shard_torch, pick_best_torch)
+    return (best_of_shard.kernel, pick_best.kernel) if name == "kernels" else (best_of_shard.twin, pick_best.twin)
 
 
 @pytest.mark.parametrize(

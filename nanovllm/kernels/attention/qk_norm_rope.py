@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, float8_e4m3fn
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.attention.kv_quantization import quantize_kv, round_to_cache
 from nanovllm.kernels.attention.paged_cache import check_scales
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.triton_stub import tl, triton
 
 
@@ -130,6 +130,7 @@ def _qk_norm_rope_store_kernel(
                 tl.store(k_cache + cached_at + shift, second_key, mask=mask)
 
 
+@kernel_or_twin
 def qk_norm_rope_store(
     qkv: Tensor,
     q_weight: Tensor | None,
@@ -175,30 +176,6 @@ def qk_norm_rope_store(
     The kernel raises ValueError if it would read or write outside qkv or the caches. Positions and slots are not
     checked.
     """
-    function = qk_norm_rope_store_triton if use_kernels(qkv) else qk_norm_rope_store_torch
-    caches = k_cache, v_cache, slot_mapping, kv_scales
-    heads = num_heads, num_kv_heads
-    function(qkv, q_weight, k_weight, eps, cos_sin_cache, positions, *caches, *heads, pdl, query_scales, has_value_norm)
-
-
-def qk_norm_rope_store_torch(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin_cache: Tensor | None,
-    positions: Tensor,
-    k_cache: Tensor | None,
-    v_cache: Tensor | None,
-    slot_mapping: Tensor | None,
-    kv_scales: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    pdl: bool = False,
-    query_scales: Tensor | None = None,
-    has_value_norm: bool = False,
-) -> None:
-    """The twin."""
     head_dim = qkv.shape[1] // (num_heads + 2 * num_kv_heads)
     heads = qkv.view(len(qkv), num_heads + 2 * num_kv_heads, head_dim)
     qk, v = heads.split((num_heads + num_kv_heads, num_kv_heads), dim=1)
@@ -207,7 +184,7 @@ def qk_norm_rope_store_torch(
     value = qk.float()
     if q_weight is not None or k_weight is not None:
         weights = zip(value.split((num_heads, num_kv_heads), dim=1), (q_weight, k_weight), strict=True)
-        parts = [part if weight is None else rms_norm_torch(part, weight, eps) for part, weight in weights]
+        parts = [part if weight is None else rms_norm.twin(part, weight, eps) for part, weight in weights]
         value = torch.cat(parts, dim=1)
     if cos_sin_cache is not None:
         value = apply_rotary_emb(value, *cos_sin_cache[positions].chunk(2, dim=-1))
@@ -215,7 +192,7 @@ def qk_norm_rope_store_torch(
         value[:, :num_heads] *= query_scales[positions, None, None]
     qk.copy_(value)
     if has_value_norm:
-        v.copy_(rms_norm_torch(v, torch.ones(head_dim, device=v.device), eps))
+        v.copy_(rms_norm.twin(v, torch.ones(head_dim, device=v.device), eps))
     if k_cache is not None:
         stored = slot_mapping >= 0
         slots = slot_mapping[stored].long()
@@ -237,23 +214,11 @@ def apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
-def qk_norm_rope_store_triton(
-    qkv: Tensor,
-    q_weight: Tensor | None,
-    k_weight: Tensor | None,
-    eps: float,
-    cos_sin_cache: Tensor | None,
-    positions: Tensor,
-    k_cache: Tensor | None,
-    v_cache: Tensor | None,
-    slot_mapping: Tensor | None,
-    kv_scales: Tensor | None,
-    num_heads: int,
-    num_kv_heads: int,
-    pdl: bool = False,
-    query_scales: Tensor | None = None,
-    has_value_norm: bool = False,
-) -> None:
+@kernel_of(qk_norm_rope_store)
+def _launch_qk_norm_rope_store(
+    qkv, q_weight, k_weight, eps, cos_sin_cache, positions, k_cache, v_cache, slot_mapping, kv_scales,
+    num_heads, num_kv_heads, pdl=False, query_scales=None, has_value_norm=False,
+):  # fmt: skip
     (num_tokens, width), all_heads = qkv.shape, num_heads + 2 * num_kv_heads
     head_dim = width // all_heads
     if width % (2 * all_heads) or qkv.stride(1) != 1:

@@ -4,7 +4,7 @@ and after it.)"""
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.attention.qk_norm_rope import apply_rotary_emb
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
@@ -49,6 +49,7 @@ def _rotary_kernel(
     tl.store(out_at + shift, second.to(out.dtype.element_ty), mask=mask)
 
 
+@kernel_or_twin
 def rotary_embedding(
     positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, query_scales: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -64,14 +65,6 @@ def rotary_embedding(
 
     The kernel raises ValueError for other layouts. Positions are not checked.
     """
-    function = rotary_embedding_triton if use_kernels(q) else rotary_embedding_torch
-    return function(positions, q, k, cos_sin_cache, query_scales)
-
-
-def rotary_embedding_torch(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, query_scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """The twin."""
     cos, sin = cos_sin_cache[positions].chunk(2, dim=-1)
     if query_scales is None:
         return apply_rotary_emb(q, cos, sin), apply_rotary_emb(k, cos, sin)
@@ -79,9 +72,8 @@ def rotary_embedding_torch(
     return scaled.to(q.dtype), apply_rotary_emb(k, cos, sin)
 
 
-def rotary_embedding_triton(
-    positions: Tensor, q: Tensor, k: Tensor, cos_sin_cache: Tensor, query_scales: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+@kernel_of(rotary_embedding)
+def _launch_rotary_embedding(positions, q, k, cos_sin_cache, query_scales=None):
     (num_tokens, num_heads, head_dim), rotary_dim = q.shape, cos_sin_cache.shape[-1]
     for x in (q, k):
         is_packed = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == head_dim)

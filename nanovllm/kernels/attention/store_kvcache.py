@@ -3,7 +3,7 @@ comes before.)"""
 
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
 
@@ -24,6 +24,7 @@ def store_kvcache_kernel(
         tl.store(v_cache_ptr + slot * D + columns, value, mask=mask)
 
 
+@kernel_or_twin
 def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     """Write each token's key and value to its slot.
 
@@ -34,6 +35,27 @@ def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
 
     Raises ValueError for other shapes, strides or dtypes. Slots are not checked.
     """
+    _check(key, value, k_cache, v_cache, slot_mapping)
+    is_stored = slot_mapping >= 0
+    slots = slot_mapping[is_stored].long()
+    for x, cache in ((key, k_cache), (value, v_cache)):
+        cache.view(-1, *x.shape[1:])[slots] = x[is_stored]
+
+
+@kernel_of(store_kvcache)
+def _launch_store_kvcache(key, value, k_cache, v_cache, slot_mapping):
+    _check(key, value, k_cache, v_cache, slot_mapping)
+    num_tokens, num_kv_heads, head_dim = key.shape
+    for x in (key, value):
+        if x.stride(2) != 1 or (num_kv_heads > 1 and x.stride(1) != head_dim):
+            raise ValueError(f"the heads of a token must be packed, not have strides {x.stride()}")
+    if num_tokens == 0:
+        return
+    args = key, key.stride(0), value, value.stride(0), k_cache, v_cache, slot_mapping.contiguous()
+    launcher(store_kvcache_kernel, (num_tokens,))(*args, D=num_kv_heads * head_dim)
+
+
+def _check(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
     for x, cache in ((key, k_cache), (value, v_cache)):
         if cache.dim() != 4 or cache.shape[2:] != x.shape[1:] or not cache.is_contiguous() or cache.dtype != x.dtype:
             raise ValueError(
@@ -45,23 +67,3 @@ def store_kvcache(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, 
             f"key {list(key.shape)} and value {list(value.shape)} must be alike, and slot_mapping "
             f"{list(slot_mapping.shape)} have a slot for each token"
         )
-    (store_kvcache_triton if use_kernels(key) else store_kvcache_torch)(key, value, k_cache, v_cache, slot_mapping)
-
-
-def store_kvcache_torch(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    """The twin."""
-    is_stored = slot_mapping >= 0
-    slots = slot_mapping[is_stored].long()
-    for x, cache in ((key, k_cache), (value, v_cache)):
-        cache.view(-1, *x.shape[1:])[slots] = x[is_stored]
-
-
-def store_kvcache_triton(key: Tensor, value: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor) -> None:
-    num_tokens, num_kv_heads, head_dim = key.shape
-    for x in (key, value):
-        if x.stride(2) != 1 or (num_kv_heads > 1 and x.stride(1) != head_dim):
-            raise ValueError(f"the heads of a token must be packed, not have strides {x.stride()}")
-    if num_tokens == 0:
-        return
-    args = key, key.stride(0), value, value.stride(0), k_cache, v_cache, slot_mapping.contiguous()
-    launcher(store_kvcache_kernel, (num_tokens,))(*args, D=num_kv_heads * head_dim)

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_attention.causal_conv import (
@@ -42,7 +42,7 @@ from nanovllm.kernels.linear_attention.causal_conv import (
 )
 from nanovllm.kernels.linear_attention.chunked_delta import scan_chunks, softplus
 from nanovllm.kernels.linear_attention.chunks import CHUNK
-from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.triton_stub import tl, triton
 
 _NORM_TILE = 1024  # numbers of a program
@@ -177,6 +177,7 @@ def _gated_norm_kernel(
     tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
 
 
+@kernel_or_twin
 def delta_rule_decode(
     qkv: Tensor,
     z: Tensor,
@@ -208,12 +209,32 @@ def delta_rule_decode(
     Returns:
         `[num_tokens, num_value_heads * value_dim]`.
     """
-    inputs = qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
-    function = delta_rule_decode_triton if use_kernels(qkv) else delta_rule_decode_torch
-    return function(*inputs, slots, context_lens, num_key_heads, num_value_heads)
+    # Rows of different sequences are computed together: first each sequence's first row, then the second.
+    key_dim, value_dim = states.shape[2:]
+    out = qkv.new_zeros(len(qkv), num_value_heads, value_dim)
+    log_decay, beta = _gates(a, b, A_log, dt_bias)
+    ranks = _ranks(slots).masked_fill(slots == -1, -1)
+    writes = torch.where(slots < -1, -2 - slots, slots).long()
+    back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
+    for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
+        rows = torch.nonzero(ranks == rank).squeeze(1)
+        write, position = writes[rows], context_lens[rows, None] - 1
+        read = writes[rows - 1] if rank else write
+        tail = torch.where((position >= back)[:, :, None], tails[read], 0)
+        windows = torch.cat((tail, qkv[rows, None]), dim=1)
+        tails[write] = windows[:, 1:]
+        q, k, v = _heads(convolve_torch(windows, conv_weight, key_dim, num_key_heads), states.shape, num_key_heads)
+        state = torch.where((position > 0)[:, :, None, None], states[read].float(), 0)
+        state = state * log_decay[rows].exp()[:, :, None, None]
+        delta = (v - torch.einsum("rhk,rhkv->rhv", k, state)) * beta[rows, :, None]
+        state = state + k[:, :, :, None] * delta[:, :, None, :]
+        states[write] = state.to(states.dtype)
+        out[rows] = torch.einsum("rhk,rhkv->rhv", q, state).to(out.dtype)
+    return _gated_norm(out, z, norm_weight, eps)
 
 
+@kernel_or_twin
 def delta_rule_prefill(
     qkv: Tensor,
     z: Tensor,
@@ -249,75 +270,7 @@ def delta_rule_prefill(
     Returns:
         `[num_tokens, num_value_heads * value_dim]`.
     """
-    inputs = qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
-    places = cu_seqlens, reads, writes, snapshots, snapshot_lens
-    function = delta_rule_prefill_triton if use_kernels(qkv) else delta_rule_prefill_torch
-    return function(*inputs, *places, num_key_heads, num_value_heads)
-
-
-def delta_rule_decode_torch(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    tails: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    num_key_heads: int,
-    num_value_heads: int,
-) -> Tensor:
-    """The twin. Rows of different sequences are computed together: first each sequence's first row, then the second."""
-    key_dim, value_dim = states.shape[2:]
-    out = qkv.new_zeros(len(qkv), num_value_heads, value_dim)
-    log_decay, beta = _gates(a, b, A_log, dt_bias)
-    ranks = _ranks(slots).masked_fill(slots == -1, -1)
-    writes = torch.where(slots < -1, -2 - slots, slots).long()
-    back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
-    for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
-        rows = torch.nonzero(ranks == rank).squeeze(1)
-        write, position = writes[rows], context_lens[rows, None] - 1
-        read = writes[rows - 1] if rank else write
-        tail = torch.where((position >= back)[:, :, None], tails[read], 0)
-        windows = torch.cat((tail, qkv[rows, None]), dim=1)
-        tails[write] = windows[:, 1:]
-        q, k, v = _heads(convolve_torch(windows, conv_weight, key_dim, num_key_heads), states.shape, num_key_heads)
-        state = torch.where((position > 0)[:, :, None, None], states[read].float(), 0)
-        state = state * log_decay[rows].exp()[:, :, None, None]
-        delta = (v - torch.einsum("rhk,rhkv->rhv", k, state)) * beta[rows, :, None]
-        state = state + k[:, :, :, None] * delta[:, :, None, :]
-        states[write] = state.to(states.dtype)
-        out[rows] = torch.einsum("rhk,rhkv->rhv", q, state).to(out.dtype)
-    return _gated_norm(out, z, norm_weight, eps)
-
-
-def delta_rule_prefill_torch(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    tails: Tensor,
-    states: Tensor,
-    cu_seqlens: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-    snapshots: Tensor,
-    snapshot_lens: Tensor,
-    num_key_heads: int,
-    num_value_heads: int,
-) -> Tensor:
-    """The twin, with chunks too, one sequence after the other."""
     key_dim, value_dim = states.shape[2:]
     taps = conv_weight.shape[1]
     out = qkv.new_empty(len(qkv), num_value_heads, value_dim)
@@ -385,7 +338,7 @@ def _heads(mixed: Tensor, state_shape: torch.Size, num_key_heads: int) -> tuple[
 
 def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     """out: `[num_tokens, num_value_heads, value_dim]`. Returns `[num_tokens, num_value_heads * value_dim]`."""
-    normed = rms_norm_torch(out.float(), weight, eps) * F.silu(z.reshape(out.shape).float())
+    normed = rms_norm.twin(out.float(), weight, eps) * F.silu(z.reshape(out.shape).float())
     return normed.to(out.dtype).flatten(1)
 
 
@@ -397,28 +350,17 @@ def _ranks(slots: Tensor) -> Tensor:
     return rows - torch.where(is_first, rows, 0).cummax(0).values
 
 
-def delta_rule_decode_triton(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    tails: Tensor,
-    states: Tensor,
-    slots: Tensor,
-    context_lens: Tensor,
-    num_key_heads: int,
-    num_value_heads: int,
-) -> Tensor:
+@kernel_of(delta_rule_decode)
+def _launch_delta_rule_decode(
+    qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states,
+    slots, context_lens, num_key_heads, num_value_heads,
+):  # fmt: skip
     """Two launches. The first one writes q, k and v and the new tails, which several heads share.
 
     Both are dependent launches (`dependent_launch`), and read slots, lengths, tails and states before they wait. So an
     ordinary launch must come between two calls with the same states, as between any two steps.
     """
+    check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
     dim = _check_kernel(conv_weight, states)
     num_rows = len(qkv)
     out = torch.empty(num_rows, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
@@ -435,27 +377,13 @@ def delta_rule_decode_triton(
     return out
 
 
-def delta_rule_prefill_triton(
-    qkv: Tensor,
-    z: Tensor,
-    b: Tensor,
-    a: Tensor,
-    conv_weight: Tensor,
-    A_log: Tensor,
-    dt_bias: Tensor,
-    norm_weight: Tensor,
-    eps: float,
-    tails: Tensor,
-    states: Tensor,
-    cu_seqlens: Tensor,
-    reads: Tensor,
-    writes: Tensor,
-    snapshots: Tensor,
-    snapshot_lens: Tensor,
-    num_key_heads: int,
-    num_value_heads: int,
-) -> Tensor:
+@kernel_of(delta_rule_prefill)
+def _launch_delta_rule_prefill(
+    qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states,
+    cu_seqlens, reads, writes, snapshots, snapshot_lens, num_key_heads, num_value_heads,
+):  # fmt: skip
     """Four launches: the convolution, what a chunk needs of its own tokens alone, the scan over chunks, the norm."""
+    check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
     dim = _check_kernel(conv_weight, states)
     num_tokens = len(qkv)
     out = torch.empty(num_tokens, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)

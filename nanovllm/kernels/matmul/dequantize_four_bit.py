@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import UNIT, FourBit, dequantize_torch, scale_of
 from nanovllm.kernels.triton_stub import tl, triton
@@ -41,13 +41,15 @@ def _dequantize_kernel(
         tl.store(y + unit[:, None] * UNIT + half * HALF + column, result, mask=inside)
 
 
+@kernel_or_twin
 def dequantize(weight: FourBit, dtype: torch.dtype) -> Tensor:
-    """The numbers of a weight, a new tensor of its shape, computed in float32 and rounded once."""
-    return dequantize_triton(weight, dtype) if use_kernels(weight.values) else dequantize_torch(weight).to(dtype)
+    """The numbers of a weight, a new tensor of its shape, computed in float32 and rounded once. The kernel raises
+    ValueError if K is no multiple of 32, or a tensor is not contiguous."""
+    return dequantize_torch(weight).to(dtype)
 
 
-def dequantize_triton(weight: FourBit, dtype: torch.dtype) -> Tensor:
-    """Raises ValueError if K is no multiple of 32, or a tensor is not contiguous."""
+@kernel_of(dequantize)
+def _launch_dequantize(weight, dtype):
     K = weight.shape[-1]
     if K % UNIT or not all(each is None or each.is_contiguous() for each in weight):
         raise ValueError(f"weight must be contiguous with a K that is a multiple of {UNIT}, not {list(weight.shape)}")

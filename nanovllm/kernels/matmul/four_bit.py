@@ -138,6 +138,10 @@ class FourBit(NamedTuple):
     zero: Tensor | None = None  # uint8 [..., N, K / group]; None: 8. Not of e2m1 numbers.
 
     @property
+    def is_cuda(self) -> bool:
+        return self.values.is_cuda
+
+    @property
     def is_e2m1(self) -> bool:
         return self.scale.dtype == torch.uint8
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import (
     CACHE_LINE,
     await_previous,
@@ -26,9 +26,9 @@ from nanovllm.kernels.dependent_launch import (
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import UNIT, FourBit, check_four_bit, decode, scale_of
 from nanovllm.kernels.matmul.linear_checks import check_result
-from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.shared_memory import fitting_stages
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.triton_stub import tl, triton
 
 _PLACES = 4  # of numbers in a word
@@ -81,29 +81,41 @@ def _arrange_kernel(
     tl.store(y + row * K + place * (K // 4) + word, value, mask=inside)
 
 
+@kernel_or_twin
 def arrange(x: Tensor) -> Tensor:
     """x `[num_tokens, K]`, K a multiple of 32, in the order in which `four_bit_tiles` multiplies it: of each four
     columns that a word of the weight holds, first all that are lowest in their words, then all in the second place,
     and so on. 16-bit floats, rows contiguous."""
-    return _arranged(x, None, 0.0, x.shape[1], False) if use_kernels(x) else arrange_torch(x)
-
-
-def rms_norm_arrange(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """`arrange(rms_norm(x, weight, eps))` (Zhang & Sennrich 2019). weight: `[K]`."""
-    if use_kernels(x):
-        return _arranged(x, weight, eps, x.shape[1], False)
-    return arrange_torch(rms_norm_torch(x, weight, eps))
-
-
-def silu_and_mul_arrange(x: Tensor) -> Tensor:
-    """`arrange(silu(gate) * up)` of x `[num_tokens, 2 * K]`, gate and up side by side (Shazeer 2020)."""
-    return _arranged(x, None, 0.0, x.shape[1] // 2, True) if use_kernels(x) else arrange_torch(silu_and_mul_torch(x))
-
-
-def arrange_torch(x: Tensor) -> Tensor:
     num_tokens, K = x.shape
     # [unit, half of a byte, word, byte of a word]
     return x.reshape(num_tokens, -1, 2, 8, 2).permute(0, 4, 2, 1, 3).reshape(num_tokens, K)
+
+
+@kernel_or_twin
+def rms_norm_arrange(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """`arrange(rms_norm(x, weight, eps))` (Zhang & Sennrich 2019). weight: `[K]`."""
+    return arrange.twin(rms_norm.twin(x, weight, eps))
+
+
+@kernel_or_twin
+def silu_and_mul_arrange(x: Tensor) -> Tensor:
+    """`arrange(silu(gate) * up)` of x `[num_tokens, 2 * K]`, gate and up side by side (Shazeer 2020)."""
+    return arrange.twin(silu_and_mul.twin(x))
+
+
+@kernel_of(arrange)
+def _launch_arrange(x):
+    return _arranged(x, None, 0.0, x.shape[1], False)
+
+
+@kernel_of(rms_norm_arrange)
+def _launch_rms_norm_arrange(x, weight, eps):
+    return _arranged(x, weight, eps, x.shape[1], False)
+
+
+@kernel_of(silu_and_mul_arrange)
+def _launch_silu_and_mul_arrange(x):
+    return _arranged(x, None, 0.0, x.shape[1] // 2, True)
 
 
 def _arranged(x: Tensor, norm_weight: Tensor | None, eps: float, K: int, silu: bool) -> Tensor:

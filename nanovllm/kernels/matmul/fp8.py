@@ -7,12 +7,12 @@ rounded to the input's dtype in between, so that the numbers are those of two ke
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import BLOCK
-from nanovllm.kernels.rms_norm import rms_norm_torch
-from nanovllm.kernels.silu_and_mul import silu_and_mul_torch
+from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.kernels.triton_stub import tl, triton
 
 E4M3 = torch.float8_e4m3fn
@@ -67,6 +67,7 @@ def _quantize_kernel(
     tl.store(scale + row * scale_stride + group * group_stride, group_scale, mask=group * GROUP < SIZE)
 
 
+@kernel_or_twin
 def quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     """x as `values * scale`.
 
@@ -83,30 +84,24 @@ def quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]
     Raises:
         ValueError: another layout or K.
     """
-    return (quantize_triton if use_kernels(x) else quantize_torch)(x, in_groups, unit)
-
-
-def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
-    """`quantize(rms_norm(x, weight, eps))`, the norm rounded to x's dtype (Zhang & Sennrich 2019). weight: `[K]`."""
-    if use_kernels(x):
-        return rms_norm_quantize_triton(x, weight, eps, in_groups, unit)
-    return quantize_torch(rms_norm_torch(x, weight, eps), in_groups)
-
-
-def silu_and_mul_quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
-    """`quantize(silu(gate) * up)` of x `[num_tokens, 2 * K]`, gate and up side by side (Shazeer 2020), the product
-    rounded to x's dtype."""
-    if use_kernels(x):
-        return silu_and_mul_quantize_triton(x, in_groups, unit)
-    return quantize_torch(silu_and_mul_torch(x), in_groups)
-
-
-def quantize_torch(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
     if not in_groups:
         return quantize_rows_torch(x)
     num_tokens, K = x.shape
     values, scale = quantize_rows_torch(x.reshape(-1, GROUP))
     return values.view(num_tokens, K), scale.view(num_tokens, K // GROUP)
+
+
+@kernel_or_twin
+def rms_norm_quantize(x: Tensor, weight: Tensor, eps: float, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
+    """`quantize(rms_norm(x, weight, eps))`, the norm rounded to x's dtype (Zhang & Sennrich 2019). weight: `[K]`."""
+    return quantize.twin(rms_norm.twin(x, weight, eps), in_groups)
+
+
+@kernel_or_twin
+def silu_and_mul_quantize(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
+    """`quantize(silu(gate) * up)` of x `[num_tokens, 2 * K]`, gate and up side by side (Shazeer 2020), the product
+    rounded to x's dtype."""
+    return quantize.twin(silu_and_mul.twin(x), in_groups)
 
 
 def quantize_rows_torch(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,19 +136,20 @@ def dequantize_torch(values: Tensor, scale: Tensor | None) -> Tensor:
     return values * scale.repeat_interleave(GROUP, -1)[..., :num_rows, :num_columns]
 
 
-def quantize_triton(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
+@kernel_of(quantize)
+def _launch_quantize(x, in_groups, unit=1):
     return _launch(x, None, 0.0, x.shape[1], in_groups, unit, silu=False)
 
 
-def rms_norm_quantize_triton(
-    x: Tensor, weight: Tensor, eps: float, in_groups: bool, unit: int = 1
-) -> tuple[Tensor, Tensor]:
+@kernel_of(rms_norm_quantize)
+def _launch_rms_norm_quantize(x, weight, eps, in_groups, unit=1):
     if weight.shape != x.shape[1:] or not weight.is_contiguous():
         raise ValueError(f"weight must be a contiguous [{x.shape[1]}], not {list(weight.shape)}")
     return _launch(x, weight, eps, x.shape[1], in_groups, unit, silu=False)
 
 
-def silu_and_mul_quantize_triton(x: Tensor, in_groups: bool, unit: int = 1) -> tuple[Tensor, Tensor]:
+@kernel_of(silu_and_mul_quantize)
+def _launch_silu_and_mul_quantize(x, in_groups, unit=1):
     if x.shape[1] % 2:
         raise ValueError(f"x must be [num_tokens, 2 * K], not {list(x.shape)}")
     return _launch(x, None, 0.0, x.shape[1] // 2, in_groups, unit, silu=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.rms_norm import rms_norm_torch
+from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.triton_stub import tl, triton
 
 MAX_TOKENS = 64  # of a sum; a message is twice as large as its content
@@ -185,7 +185,7 @@ def collect_torch(partials: list[Tensor], residual: Tensor) -> Tensor:
 
 def push_add_norm_torch(partials: list[Tensor], residual: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The twin of `push_add_norm`."""
-    return rms_norm_torch(collect_torch(partials, residual), weight, eps)
+    return rms_norm.twin(collect_torch(partials, residual), weight, eps)
 
 
 def _launch(

@@ -6,7 +6,7 @@ torch's logsumexp makes six passes over a float32 copy, and a dozen launches for
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.sampling.sampler import MAX_FLOAT
@@ -40,15 +40,18 @@ def _logsumexp_kernel(logits, sums, vocab_size, row_stride, BLOCK: tl.constexpr,
     tl.store(sums + row, peak + tl.log2(total) * _LN_2)
 
 
+@kernel_or_twin
 def logsumexp(logits: Tensor) -> Tensor:
     """log(sum(exp(logits))), float32 `[batch]`. NaN for a row with a NaN; a row with +inf has NaN or +inf.
 
     logits: `[batch, vocab_size]`, float32, float16 or bfloat16, any row stride, and contiguous rows.
     """
-    return logsumexp_triton(logits) if use_kernels(logits) else logsumexp_torch(logits)
+    rows = max(1, _MAX_ELEMENTS // logits.shape[1])
+    return torch.cat([some.float().logsumexp(dim=1) for some in logits.split(rows)])
 
 
-def logsumexp_triton(logits: Tensor) -> Tensor:
+@kernel_of(logsumexp)
+def _launch_logsumexp(logits):
     batch, vocab_size = logits.shape
     sums = torch.empty(batch, device=logits.device)
     if batch:
@@ -56,8 +59,3 @@ def logsumexp_triton(logits: Tensor) -> Tensor:
             logits, sums, vocab_size, logits.stride(0), BLOCK=_BLOCK, num_warps=8
         )
     return sums
-
-
-def logsumexp_torch(logits: Tensor) -> Tensor:
-    rows = max(1, _MAX_ELEMENTS // logits.shape[1])
-    return torch.cat([some.float().logsumexp(dim=1) for some in logits.split(rows)])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import libdevice, tl, triton
@@ -176,6 +176,7 @@ def _pick_kernel(candidates, tokens, batch, num_splits, num_candidates, BLOCK: t
     tl.store(tokens + row, tl.where(tl.abs(best) < float("inf"), winner, _NON_FINITE).to(tl.int64))
 
 
+@kernel_or_twin
 def best_of_shard(
     logits: Tensor,
     temperatures: Tensor,
@@ -194,73 +195,10 @@ def best_of_shard(
         shard_size: the most columns that a rank has; None for num_columns.
 
     Returns:
-        int32 `[batch, num_splits, 2]`, where num_splits follows from batch and shard_size: the bits of the float32
-        score, and the winner's column in the whole vocabulary. The score is +inf for a split with a NaN or +inf, and
-        -inf for one of nothing else; the column then means nothing.
+        int32 `[batch, num_splits, 2]`: the bits of the float32 score, and the winner's column in the whole vocabulary.
+        num_splits follows from batch and shard_size; the twin has one. The score is +inf for a split with a NaN or
+        +inf, and -inf for one of nothing else; the column then means nothing.
     """
-    run = best_of_shard_triton if use_kernels(logits) else best_of_shard_torch
-    return run(logits, temperatures, seeds, positions, thresholds, first_column, shard_size)
-
-
-def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
-    """The second half: each row's winner, int64 `[batch]` (or `out`). On a tie it is the lowest column. A row without a
-    token has NON_FINITE.
-
-    candidates: int32 `[num_shards, batch, num_splits, 2]`, contiguous: what `best_of_shard` returned for each shard of
-    the vocabulary.
-    """
-    return pick_best_triton(candidates, out) if use_kernels(candidates) else pick_best_torch(candidates, out)
-
-
-def best_of_shard_triton(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    thresholds: Tensor | None = None,
-    first_column: int = 0,
-    shard_size: int | None = None,
-) -> Tensor:
-    batch, num_columns = logits.shape
-    # Few rows: small splits, so that they reach every multiprocessor. Many: larger ones, which reduce less often.
-    tiles, groups = (1, 64) if batch <= 8 else (4, 128)
-    num_splits = triton.cdiv(shard_size or num_columns, tiles * groups * _GROUP.value)
-    candidates = torch.empty(batch, num_splits, 2, dtype=torch.int32, device=logits.device)
-    if batch == 0:
-        return candidates
-    options = (temperatures, seeds, positions, temperatures if thresholds is None else thresholds)
-    launcher(_race_kernel, (batch, num_splits), has_pdl(logits.device))(
-        logits, *(option.contiguous() for option in options), candidates, num_columns, logits.stride(0),
-        FIRST_COLUMN=first_column, TRUNCATED=thresholds is not None, TILES=tiles, GROUPS=groups,
-        FAST_LOG2=isinstance(_race_kernel, triton.JITFunction), num_warps=groups // 32,
-    )  # fmt: skip
-    return candidates
-
-
-def pick_best_triton(candidates: Tensor, out: Tensor | None = None) -> Tensor:
-    num_shards, batch, num_splits, _ = candidates.shape
-    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out
-    if batch == 0:
-        return tokens
-    num_candidates = num_shards * num_splits
-    pdl = num_shards == 1 and has_pdl(candidates.device)  # Several shards are gathered by launches that are not ours.
-    block = triton.next_power_of_2(num_candidates)
-    launcher(_pick_kernel, (batch,), pdl)(
-        candidates, tokens, batch, num_splits, num_candidates, BLOCK=block, num_warps=1
-    )
-    return tokens
-
-
-def best_of_shard_torch(
-    logits: Tensor,
-    temperatures: Tensor,
-    seeds: Tensor,
-    positions: Tensor,
-    thresholds: Tensor | None = None,
-    first_column: int = 0,
-    shard_size: int | None = None,
-) -> Tensor:
-    """The twin. The kernel cuts the columns into splits; here there is one."""
     if shard_size is not None and logits.shape[1] < shard_size:  # There may be none.
         logits = F.pad(logits, (0, shard_size - logits.shape[1]), value=-math.inf)
     if thresholds is not None:
@@ -286,11 +224,53 @@ def best_of_shard_torch(
     return torch.stack((best.view(torch.int32), (first_column + columns).int()), dim=-1).unsqueeze(1)
 
 
-def pick_best_torch(candidates: Tensor, out: Tensor | None = None) -> Tensor:
+@kernel_or_twin
+def pick_best(candidates: Tensor, out: Tensor | None = None) -> Tensor:
+    """The second half: each row's winner, int64 `[batch]` (or `out`). On a tie it is the lowest column. A row without a
+    token has NON_FINITE.
+
+    candidates: int32 `[num_shards, batch, num_splits, 2]`, contiguous: what `best_of_shard` returned for each shard of
+    the vocabulary.
+    """
     bits, columns = candidates.transpose(0, 1).flatten(1, 2).unbind(-1)
     scores, winner = bits.contiguous().view(torch.float32).max(dim=1)  # The first of equals: the lowest column.
     tokens = columns.gather(1, winner.unsqueeze(1)).squeeze(1).where(scores.isfinite(), NON_FINITE).long()
     return tokens if out is None else out.copy_(tokens)
+
+
+@kernel_of(best_of_shard)
+def _launch_best_of_shard(
+    logits, temperatures, seeds, positions, thresholds=None, first_column=0, shard_size=None
+):  # fmt: skip
+    batch, num_columns = logits.shape
+    # Few rows: small splits, so that they reach every multiprocessor. Many: larger ones, which reduce less often.
+    tiles, groups = (1, 64) if batch <= 8 else (4, 128)
+    num_splits = triton.cdiv(shard_size or num_columns, tiles * groups * _GROUP.value)
+    candidates = torch.empty(batch, num_splits, 2, dtype=torch.int32, device=logits.device)
+    if batch == 0:
+        return candidates
+    options = (temperatures, seeds, positions, temperatures if thresholds is None else thresholds)
+    launcher(_race_kernel, (batch, num_splits), has_pdl(logits.device))(
+        logits, *(option.contiguous() for option in options), candidates, num_columns, logits.stride(0),
+        FIRST_COLUMN=first_column, TRUNCATED=thresholds is not None, TILES=tiles, GROUPS=groups,
+        FAST_LOG2=isinstance(_race_kernel, triton.JITFunction), num_warps=groups // 32,
+    )  # fmt: skip
+    return candidates
+
+
+@kernel_of(pick_best)
+def _launch_pick_best(candidates, out=None):
+    num_shards, batch, num_splits, _ = candidates.shape
+    tokens = torch.empty(batch, dtype=torch.int64, device=candidates.device) if out is None else out
+    if batch == 0:
+        return tokens
+    num_candidates = num_shards * num_splits
+    pdl = num_shards == 1 and has_pdl(candidates.device)  # Several shards are gathered by launches that are not ours.
+    block = triton.next_power_of_2(num_candidates)
+    launcher(_pick_kernel, (batch,), pdl)(
+        candidates, tokens, batch, num_splits, num_candidates, BLOCK=block, num_warps=1
+    )
+    return tokens
 
 
 def philox4x32_torch(c0: Tensor, c1: Tensor, c2: Tensor, c3: Tensor, k0: Tensor, k1: Tensor) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanovllm.kernels import use_kernels
+from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.sampling.sampler import MAX_FLOAT, scale_of
@@ -150,6 +150,7 @@ def _thresholds_kernel(
     tl.store(thresholds + row, threshold)
 
 
+@kernel_or_twin
 def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor) -> Tensor:
     """The lowest logit of each row that truncation keeps: tokens with logit >= threshold may be drawn.
 
@@ -171,32 +172,6 @@ def sampling_thresholds(logits: Tensor, temperatures: Tensor, top_k: Tensor, top
     Returns:
         float32 `[batch]`, in units of `logits`; -inf where nothing is truncated.
     """
-    run = sampling_thresholds_triton if use_kernels(logits) else sampling_thresholds_torch
-    return run(logits, temperatures, top_k, top_p, min_p)
-
-
-def sampling_thresholds_triton(
-    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
-    batch, vocab_size = logits.shape
-    thresholds = torch.empty(batch, device=logits.device)
-    if batch == 0:
-        return thresholds
-    # One tensor each: as parts of one, odd batches would have other alignments, and so other kernels to compile.
-    maxima = torch.empty(batch, LANES, device=logits.device)
-    live_lanes = torch.empty(batch, LANES, dtype=torch.int32, device=logits.device)
-    candidates = torch.empty(batch, CAPACITY, dtype=logits.dtype, device=logits.device)
-    launcher(_thresholds_kernel, (batch,), has_pdl(logits.device))(
-        logits, temperatures, top_k, top_p, min_p, maxima, live_lanes, candidates, thresholds, vocab_size,
-        logits.stride(0), SHIFT=_SHIFTS[logits.dtype], LANES=LANES, CAPACITY=CAPACITY, BLOCK=BLOCK, num_warps=8,
-        maxnreg=128,  # so that two programs fit a multiprocessor
-    )  # fmt: skip
-    return thresholds
-
-
-def sampling_thresholds_torch(
-    logits: Tensor, temperatures: Tensor, top_k: Tensor, top_p: Tensor, min_p: Tensor
-) -> Tensor:
     thresholds = logits.new_full((len(logits),), -torch.inf, dtype=torch.float32)
     is_cut = (temperatures > 0) & ((top_k > 0) | (top_p < 1) | (min_p > 0))
     rows = is_cut.nonzero().squeeze(1)
@@ -210,6 +185,24 @@ def sampling_thresholds_torch(
         cut = cut.maximum(_rank_thresholds(logits, best, temperatures, top_k, top_p))
     # A best logit of +inf leaves no choice. One of -inf means that there is no token at all.
     thresholds[rows] = cut.where(best.isfinite(), best)
+    return thresholds
+
+
+@kernel_of(sampling_thresholds)
+def _launch_sampling_thresholds(logits, temperatures, top_k, top_p, min_p):
+    batch, vocab_size = logits.shape
+    thresholds = torch.empty(batch, device=logits.device)
+    if batch == 0:
+        return thresholds
+    # One tensor each: as parts of one, odd batches would have other alignments, and so other kernels to compile.
+    maxima = torch.empty(batch, LANES, device=logits.device)
+    live_lanes = torch.empty(batch, LANES, dtype=torch.int32, device=logits.device)
+    candidates = torch.empty(batch, CAPACITY, dtype=logits.dtype, device=logits.device)
+    launcher(_thresholds_kernel, (batch,), has_pdl(logits.device))(
+        logits, temperatures, top_k, top_p, min_p, maxima, live_lanes, candidates, thresholds, vocab_size,
+        logits.stride(0), SHIFT=_SHIFTS[logits.dtype], LANES=LANES, CAPACITY=CAPACITY, BLOCK=BLOCK, num_warps=8,
+        maxnreg=128,  # so that two programs fit a multiprocessor
+    )  # fmt: skip
     return thresholds
 
 
