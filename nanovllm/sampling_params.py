@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.utils.checks import is_int, quoted, refuse_constant, shortened
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
-from nanovllm.utils.rules import FLAG, Rule, check_rules, integer, option, rules_of
+from nanovllm.utils.rules import FLAG, Rule, check_rules, integer, option, rules_of, together
 
 MAX_INT32 = 2**31 - 1  # token ids, and counts of tokens
 MAX_SEED = 2**63 - 1
@@ -27,8 +27,6 @@ MAX_GRAMMAR_CHARACTERS = 2**20
 # The device computes in float32: beyond these a number would become infinity, or 0.
 MIN_FLOAT, MAX_FLOAT = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
-# -- conversions: a value of a wrong kind stays as it is ---------------------------------------------------------------
-
 
 def _as_python(value: Any) -> Any:
     """Python's scalar for one of numpy or torch."""
@@ -41,11 +39,6 @@ def _as_float(value: Any) -> Any:
         return float(value) if isinstance(value, Real) and not isinstance(value, bool) else value
     except OverflowError:
         return value
-
-
-def _as_top_k(value: Any) -> Any:
-    value = _as_python(value)
-    return 0 if is_int(value, -1, -1) else value
 
 
 def _as_tuple(values: Any) -> Any:
@@ -67,15 +60,13 @@ def _as_choice(values: Any) -> Any:
 
 def _as_pairs(biases: Any) -> Any:
     """(token id, bias) pairs. A dict's keys may be digits, as in JSON."""
-    if isinstance(biases, Mapping):
-        biases = biases.items()
+    pairs = biases.items() if isinstance(biases, Mapping) else () if biases is None else biases
     try:
-        pairs = () if biases is None else biases
         return tuple(
             (int(t) if isinstance(t, str) and t.isdecimal() else _as_python(t), _as_float(b)) for t, b in pairs
         )
     except (TypeError, ValueError):
-        return biases
+        return pairs
 
 
 def _as_schema_text(schema: Any) -> Any:
@@ -95,26 +86,6 @@ def _as_schema_text(schema: Any) -> Any:
         raise ValueError(f"json={quoted(given)}: is not JSON: {error}") from None
     json.dumps(content, ensure_ascii=False).encode()
     return text
-
-
-# -- rules -------------------------------------------------------------------------------------------------------------
-
-
-def _integer(low: int, high: int, allowed: str, optional: bool = False) -> Rule:
-    return integer(low, high, allowed, optional)._replace(convert=_as_python)
-
-
-def _number(low: float, high: float, allowed: str) -> Rule:
-    return Rule(lambda value: _is_float32(value, low, high), allowed, _as_float)
-
-
-def _collection(
-    convert: Callable[[Any], Any], is_right_entry: Callable[[Any], bool], allowed: str, empty: bool = True
-) -> Rule:
-    def is_right(values: Any) -> bool:
-        return isinstance(values, tuple) and all(map(is_right_entry, values)) and (empty or values != ())
-
-    return Rule(is_right, allowed, convert, is_right_entry)
 
 
 def _is_float32(value: Any, low: float, high: float) -> bool:
@@ -143,21 +114,56 @@ def _sizes(texts: tuple[str, ...]) -> list[int]:
     return list(map(len, map(str.encode, texts)))
 
 
+def _integer(low: int, high: int, allowed: str, optional: bool = False) -> Rule:
+    return integer(low, high, allowed, optional)._replace(convert=_as_python)
+
+
+def _number(low: float, high: float, allowed: str) -> Rule:
+    return Rule(lambda value: _is_float32(value, low, high), allowed, _as_float)
+
+
+def _all(
+    is_right_entry: Callable[[Any], bool],
+    allowed: str,
+    convert: Callable[[Any], Any] = _as_tuple,
+    is_filled: bool = False,
+) -> Rule:
+    def is_right(values: Any) -> bool:
+        return isinstance(values, tuple) and all(map(is_right_entry, values)) and (values != () or not is_filled)
+
+    return Rule(is_right, allowed, convert, is_right_entry)
+
+
 _FLAG = FLAG._replace(convert=_as_python)
 _FINITE = f"finite number in {MIN_FLOAT:.2g}..{MAX_FLOAT:.2g}"
 _PENALTY = _number(-2, 2, "a number in -2..2 that float32 can hold")
+_TOP_K = _integer(0, MAX_INT32, "an integer in 1..2**31 - 1, or 0 or -1 for all tokens")._replace(
+    convert=lambda value: 0 if is_int(_as_python(value), -1, -1) else _as_python(value)
+)
+_UP_TO_MAX_TOKENS = together(
+    lambda params: params.max_tokens is None or params.min_tokens <= params.max_tokens,
+    lambda params: f"at most max_tokens, {params.max_tokens}",
+)
 _LOGPROBS = _integer(0, MAX_LOGPROBS, f"None or an integer in 0..{MAX_LOGPROBS}")
-_TEXTS = _collection(_as_texts, _is_text, "a text or a list of texts, none of them empty")
-_TOKEN_IDS = _collection(_as_tuple, _is_token_id, "a list of one or more token ids >= 0, or None", empty=False)
-_BIASES = _collection(_as_pairs, _is_bias, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}")
-_JSON = Rule(_is_text, "a JSON schema, as a dict, a string or a pydantic model", _as_schema_text)
+_WITH_LOGPROBS = together(
+    lambda params: params.logprobs is not None, "None where logprobs is not given (0 gives no others)"
+)
+_INDEX = _integer(-MAX_INT32, MAX_INT32, "an integer in -2**31 + 1..2**31 - 1")
+_WITH_PROMPT_LOGPROBS = together(
+    lambda params: params.prompt_logprobs is not None, "0 where prompt_logprobs is not given"
+)
+_FORM = Rule(lambda value: isinstance(value, StructuredOutputsParams), "StructuredOutputsParams", _as_python)
+_TEXTS = _all(_is_text, "a text or a list of texts, none of them empty", _as_texts)
+_TOKEN_IDS = _all(_is_token_id, "a list of one or more token ids >= 0, or None", is_filled=True)
+_BIASES = _all(_is_bias, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}", _as_pairs)
+_EACH_TOKEN_ONCE = Rule(lambda pairs: len(dict(pairs)) == len(pairs), f"{_BIASES.allowed}, each token once")
 _GRAMMAR = Rule(
     lambda text: _is_text(text) and not text.isspace() and len(text) <= MAX_GRAMMAR_CHARACTERS,
     f"the text of a grammar, at most {MAX_GRAMMAR_CHARACTERS} characters",
 )
-# A larger list would take minutes to compile, or gigabytes.
 _CHOICES = (
     Rule(_are_texts, "a list of one or more texts, none of them empty", _as_choice),
+    # A larger list would take minutes to compile, or gigabytes.
     Rule(lambda texts: len(texts) <= MAX_CHOICES, lambda texts: f"at most {MAX_CHOICES} texts; there are {len(texts)}"),
     Rule(
         lambda texts: max(_sizes(texts)) <= MAX_CHOICE_BYTES and sum(_sizes(texts)) <= MAX_CHOICES_BYTES,
@@ -180,21 +186,17 @@ class StructuredOutputsParams:
         TypeError: an unknown keyword; the message names the nearest known one.
     """
 
-    # A JSON schema: dict, text or pydantic model; kept as text, so that it can be hashed.
-    json: str | dict[str, Any] | type | None = option(None, _JSON)
-    # That the whole completion matches. \d is 0-9, \w and \s are Unicode's.
+    json: str | dict[str, Any] | type | None = option(
+        None, Rule(_is_text, "a JSON schema, as a dict, a string or a pydantic model", _as_schema_text)
+    )  # a JSON schema: dict, text or pydantic model; kept as text, so that it can be hashed
     regex: str | None = option(None, Rule(_is_text, "a regular expression"))
     choice: Collection[str] | None = option(None, *_CHOICES)  # texts; the completion is one of them
     grammar: str | None = option(None, _GRAMMAR)  # in Lark's form, whose start is `start`, or in GBNF, whose is `root`
     # With json: of the whitespace between its parts; bound its length.
     whitespace_pattern: str | None = option(
         None,
-        Rule(lambda pattern: pattern == "" or _is_text(pattern), "a regular expression, or None"),
-        Rule(
-            lambda form: form.whitespace_pattern is None or form.json is not None,
-            "None where json is not given",
-            is_of_all=True,
-        ),
+        Rule(lambda text: isinstance(text, str) and text.encode() is not None, "a regular expression, or None"),
+        together(lambda form: form.json is not None, "None where json is not given"),
     )
 
     def __post_init__(self) -> None:
@@ -228,66 +230,35 @@ class SamplingParams:
     ignore_eos: bool = option(False, _FLAG)
     # Makes the tokens reproducible whatever else is in the batch; None: of the engine's seed.
     seed: int | None = option(None, _integer(0, MAX_SEED, "None or an integer in 0..2**63 - 1"))
-    # Sample from the k likeliest tokens; 0 or -1 is all.
-    top_k: int = option(
-        0, _integer(0, MAX_INT32, "an integer in 1..2**31 - 1, or 0 or -1 for all tokens")._replace(convert=_as_top_k)
-    )
+    top_k: int = option(0, _TOP_K)  # sample from the k likeliest tokens; 0 or -1 is all
     # Sample from the likeliest tokens whose probabilities together reach top_p.
     top_p: float = option(1.0, _number(MIN_FLOAT, 1, f"a number in {MIN_FLOAT:.2g}..1"))
     # Leave out tokens less likely than min_p times the likeliest.
     min_p: float = option(0.0, _number(0, 1, "a number in 0..1 that float32 can hold"))
     # Completion tokens before anything may end it.
-    min_tokens: int = option(
-        0,
-        _integer(0, MAX_INT32, "an integer in 0..2**31 - 1"),
-        Rule(
-            lambda params: params.max_tokens is None or params.min_tokens <= params.max_tokens,
-            lambda params: f"at most max_tokens, {params.max_tokens}",
-            is_of_all=True,
-        ),
-    )
+    min_tokens: int = option(0, _integer(0, MAX_INT32, "an integer in 0..2**31 - 1"), _UP_TO_MAX_TOKENS)
     stop: Collection[str] = option((), _TEXTS)  # texts that end the completion where they first appear
     include_stop_str_in_output: bool = option(False, _FLAG)
     # Tokens that end it, besides the end-of-sequence tokens.
-    stop_token_ids: Collection[int] = option((), _collection(_as_tuple, _is_token_id, "a list of token ids >= 0"))
-    # Samples; they share the prompt's full KV cache blocks.
-    n: int = option(1, _integer(1, MAX_N, f"an integer in 1..{MAX_N}"))
+    stop_token_ids: Collection[int] = option((), _all(_is_token_id, "a list of token ids >= 0"))
+    n: int = option(
+        1, _integer(1, MAX_N, f"an integer in 1..{MAX_N}")
+    )  # samples; they share the prompt's KV cache blocks
     # Log-probabilities of each completion token and the k likeliest, before any edit.
     logprobs: int | None = option(None, _LOGPROBS)
     # Tokens whose log-probabilities are added to those of logprobs.
-    logprob_token_ids: Collection[int] | None = option(
-        None,
-        _TOKEN_IDS,
-        Rule(
-            lambda params: params.logprob_token_ids is None or params.logprobs is not None,
-            "None where logprobs is not given (0 gives no others)",
-            is_of_all=True,
-        ),
-    )
+    logprob_token_ids: Collection[int] | None = option(None, _TOKEN_IDS, _WITH_LOGPROBS)
     prompt_logprobs: int | None = option(None, _LOGPROBS)  # as logprobs, for each prompt token except the first
     # Index of the first prompt token that gets them; from the prompt's end if negative.
-    prompt_logprobs_start: int = option(
-        0,
-        _integer(-MAX_INT32, MAX_INT32, "an integer in -2**31 + 1..2**31 - 1"),
-        Rule(
-            lambda params: params.prompt_logprobs_start == 0 or params.prompt_logprobs is not None,
-            "0 where prompt_logprobs is not given",
-            is_of_all=True,
-        ),
-    )
+    prompt_logprobs_start: int = option(0, _INDEX, _WITH_PROMPT_LOGPROBS)
     presence_penalty: float = option(0.0, _PENALTY)  # subtracted from the logits of tokens that are in the completion
     frequency_penalty: float = option(0.0, _PENALTY)  # the same, times the number of occurrences
     # Of tokens in prompt or completion (arXiv:1909.05858); 1 changes nothing.
     repetition_penalty: float = option(1.0, _number(MIN_FLOAT, MAX_FLOAT, f"a {_FINITE} (1 is none)"))
     skip_special_tokens: bool = option(True, _FLAG)  # leave them out of the text
-    # The form that the completion must have.
-    structured_outputs: StructuredOutputsParams | None = option(
-        None, Rule(lambda form: isinstance(form, StructuredOutputsParams), "StructuredOutputsParams", _as_python)
-    )
+    structured_outputs: StructuredOutputsParams | None = option(None, _FORM)  # the form that the completion must have
     # Token id -> number; kept as pairs.
-    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option(
-        (), _BIASES, Rule(lambda pairs: len(dict(pairs)) == len(pairs), f"{_BIASES.allowed}, each token once")
-    )
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option((), _BIASES, _EACH_TOKEN_ONCE)
     allowed_token_ids: Collection[int] | None = option(None, _TOKEN_IDS)  # the only tokens that may be sampled
     bad_words: Collection[str] = option((), _TEXTS)  # texts that must not be generated
 

@@ -50,6 +50,11 @@ def one_of(*choices: str, optional: bool = False) -> Rule:
     return Rule(is_right, allowed, choices=choices)
 
 
+def together(is_right: Callable[[Any], bool], allowed: str | Callable[[Any], str]) -> Rule:
+    """A rule of several options. Both functions get the whole object."""
+    return Rule(is_right, allowed, is_of_all=True)
+
+
 def option(default: Any, *rules: Rule, **metadata: Any) -> Any:
     """A field with these rules. Its default is right, whatever they say."""
     return field(default=default, metadata={"rules": rules, **metadata})
@@ -62,17 +67,16 @@ def rules_of(declared: type) -> dict[str, tuple[Rule, ...]]:
 
 
 @cache
-def _in_order(declared: type) -> tuple[list[tuple[str, Any, Rule]], list[tuple[str, Rule]]]:
-    """Names, defaults and rules of single values; names and rules of whole objects."""
-    rules = [(each, rule) for each in fields(declared) for rule in rules_of(declared).get(each.name, ())]
-    of_one = [(each.name, each.default, rule) for each, rule in rules if not rule.is_of_all]
-    return of_one, [(each.name, rule) for each, rule in rules if rule.is_of_all]
+def _in_order(declared: type) -> tuple[list[tuple[str, Any, Rule]], list[tuple[str, Any, Rule]]]:
+    """Names, defaults and rules: those of single values, and those of whole objects."""
+    found = [(each.name, each.default, rule) for each in fields(declared) for rule in each.metadata.get("rules", ())]
+    return [each for each in found if not each[2].is_of_all], [each for each in found if each[2].is_of_all]
 
 
 def check_rules(options: Any) -> None:
     """Convert and check every option of an object of a dataclass. Raises ValueError for the first wrong one, with its
     name, the value and what is allowed."""
-    of_one, of_all = _in_order(type(options))
+    of_one, of_all = _in_order(options.__class__)
     for name, default, rule in of_one:
         value = getattr(options, name)
         if value is default:  # as most are: a request is made in a few microseconds
@@ -85,6 +89,8 @@ def check_rules(options: Any) -> None:
                 require(name, value, False, rule.explain(value))
         except UnicodeEncodeError as error:  # of a rule that encodes texts: half of a surrogate pair is none
             raise ValueError(f"{name}={quoted(error.object)}: cannot be encoded: {error}") from None
-    for name, rule in of_all:
-        if not rule.is_right(options):
-            require(name, getattr(options, name), False, rule.explain(options))
+    for name, default, rule in of_all:
+        value = getattr(options, name)
+        is_default = type(value) is type(default) and value == default
+        if not is_default and not rule.is_right(options):
+            require(name, value, False, rule.explain(options))
