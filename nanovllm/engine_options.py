@@ -4,13 +4,14 @@ The command line, jobs and bench read names, types, defaults and help here. Noth
 fast. docs/reference.md says more about each option.
 """
 
+import math
 import os
 import re
 from dataclasses import MISSING, dataclass
 from typing import Any
 
-from nanovllm.utils.checks import is_int, is_number
-from nanovllm.utils.rules import FLAG, Rule, integer, one_of, option, together
+from nanovllm.utils.checks import is_int
+from nanovllm.utils.rules import FLAG, Rule, integer, number, one_of, option, together
 
 MAX_MIXED_STEP_ROWS = 1024  # Attention keeps tens of kilobytes of partial sums for one row.
 # A CUDA grid has at most 65,535 programs on its second axis, where attention has one a sequence and a few hundred more.
@@ -21,6 +22,7 @@ MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest pu
 MAX_WATCHDOG_SECONDS = 86_400
 MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SPECULATIVE_TOKENS = 15
+_TINY = math.ulp(0.0)  # the smallest number above 0
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
 
@@ -58,12 +60,9 @@ def _most_mixed_rows(options: Any) -> int:
 
 
 _MODEL = Rule(_is_name, "a directory or a hub id")
-_LENGTH = integer(2, MAX_MODEL_LEN, f"an integer in 2..{MAX_MODEL_LEN}, or None for the model's own", optional=True)
-_SHARE = Rule(lambda value: is_number(value) and 0 < value <= 1, "a number in (0, 1]")
-_SECONDS = Rule(
-    lambda value: value is None or (is_number(value) and 1 <= value <= MAX_WATCHDOG_SECONDS),
-    f"a number in 1..{MAX_WATCHDOG_SECONDS}, or None for no watchdog",
-)
+_LENGTH = integer(2, MAX_MODEL_LEN, f"an integer in 2..{MAX_MODEL_LEN}, or None for the model's own", none=True)
+_SHARE = number(_TINY, 1, "a number in (0, 1]")
+_SECONDS = number(1, MAX_WATCHDOG_SECONDS, f"a number in 1..{MAX_WATCHDOG_SECONDS}, or None for no watchdog", none=True)
 _BLOCK_SIZE = Rule(
     lambda size: is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0,
     f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}",
@@ -75,10 +74,7 @@ _NUM_BLOCKS = together(
         f"{options.kvcache_block_size}), or -1 to derive it"
     ),
 )
-_GIB = Rule(
-    lambda value: is_number(value) and 0 < value <= MAX_KVCACHE_GIB,
-    f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it",
-)
+_GIB = number(_TINY, MAX_KVCACHE_GIB, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
 _SCALES = one_of("auto", "checkpoint", "calibrated", "one")
 _OF_FP8 = together(lambda options: options.kv_cache_dtype != "auto", "'auto' without kv_cache_dtype='fp8'")
 _DEVICE = Rule(
@@ -97,6 +93,7 @@ _OF_ONE_RANK = together(
     lambda options: options.mixed_step_rows == 0 or options.tensor_parallel_size == 1,
     lambda options: f"0 or None with tensor_parallel_size={options.tensor_parallel_size}",
 )
+_SPECULATION = one_of("suffix")._replace(allowed="None or one of suffix")
 _NOT_PLAIN = together(lambda options: not options.plain, "None with plain=True")
 _IF_USED = together(
     lambda options: not options.skip_tokenizer_init, "None with skip_tokenizer_init=True, which loads no tokenizer"
@@ -163,7 +160,7 @@ class EngineOptions:
         False, "run the plain Qwen3 and the simple loop, to compare with: models/qwen3.py", FLAG
     )
     speculation: str | None = _speed_option(
-        None, "try several tokens a step where text repeats itself", one_of("suffix", optional=True), _NOT_PLAIN
+        None, "try several tokens a step where text repeats itself", _SPECULATION, _NOT_PLAIN
     )
     max_speculative_tokens: int = _speed_option(
         7, "tokens that a step tries for a sequence, with speculation", integer(1, MAX_SPECULATIVE_TOKENS)

@@ -11,7 +11,7 @@ import numpy as np
 
 from nanovllm.utils.checks import is_int, quoted, refuse_constant, shortened
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
-from nanovllm.utils.rules import FLAG, Rule, check_rules, integer, option, rules_of, together
+from nanovllm.utils.rules import FLAG, Rule, check_rules, integer, option, together
 
 MAX_INT32 = 2**31 - 1  # token ids, and counts of tokens
 MAX_SEED = 2**63 - 1
@@ -114,8 +114,8 @@ def _sizes(texts: tuple[str, ...]) -> list[int]:
     return list(map(len, map(str.encode, texts)))
 
 
-def _integer(low: int, high: int, allowed: str, optional: bool = False) -> Rule:
-    return integer(low, high, allowed, optional)._replace(convert=_as_python)
+def _integer(low: int, high: int, allowed: str, none: bool = False) -> Rule:
+    return integer(low, high, allowed, none)._replace(convert=_as_python)
 
 
 def _number(low: float, high: float, allowed: str) -> Rule:
@@ -226,7 +226,7 @@ class SamplingParams:
     # Divides the logits; 0 is greedy.
     temperature: float = option(1.0, _number(0, MAX_FLOAT, f"0 (greedy), or a {_FINITE}, as float32 can hold"))
     # Most completion tokens; None: up to the engine's longest sequence.
-    max_tokens: int | None = option(64, _integer(1, MAX_INT32, "an integer in 1..2**31 - 1, or None", optional=True))
+    max_tokens: int | None = option(64, _integer(1, MAX_INT32, "an integer in 1..2**31 - 1, or None", none=True))
     ignore_eos: bool = option(False, _FLAG)
     # Makes the tokens reproducible whatever else is in the batch; None: of the engine's seed.
     seed: int | None = option(None, _integer(0, MAX_SEED, "None or an integer in 0..2**63 - 1"))
@@ -309,4 +309,5 @@ class SamplingParams:
 
 def misplaced_option(name: str, value: object) -> str:
     """Where an option of SamplingParams belongs that was given to a method; "" for any other name."""
-    return f"pass sampling_params=SamplingParams({name}={quoted(value)})" if name in rules_of(SamplingParams) else ""
+    is_option = name in SamplingParams.__dataclass_fields__
+    return f"pass sampling_params=SamplingParams({name}={quoted(value)})" if is_option else ""

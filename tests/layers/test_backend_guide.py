@@ -52,7 +52,7 @@ def test_the_back_end_of_the_guide_generates(code, tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "BACKENDS", (*choice.BACKENDS, code.DenseBackend))
     option = Config.__dataclass_fields__["attention_backend"]
     monkeypatch.setattr(option, "metadata", {"rules": (one_of("auto", "dense"),)})
-    monkeypatch.setattr(rules, "_in_order", rules._in_order.__wrapped__)  # without its cache
+    monkeypatch.setattr(rules, "rules_of", rules.rules_of.__wrapped__)  # without its cache
     path, prompts = make_checkpoint(tmp_path), [random_prompt(n, seed=n) for n in (3, 20, 90)]
     found = []
     for name in ("auto", "dense"):
