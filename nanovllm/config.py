@@ -2,7 +2,6 @@
 
 import logging
 import os
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch_sizes import MAX_GRAPH_BATCH_SIZE
-from nanovllm.engine_options import EngineOptions
+from nanovllm.engine_options import MAX_MODEL_LEN, MAX_SLOTS, EngineOptions
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
@@ -22,8 +21,9 @@ from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, fin
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config
 from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
 from nanovllm.models.registry import model_class
-from nanovllm.utils.checks import is_int, is_number, quoted, require
+from nanovllm.utils.checks import is_int, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
+from nanovllm.utils.rules import check_rules
 
 logger = logging.getLogger(__name__)
 
@@ -32,18 +32,6 @@ DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
 PLAIN_ARCHITECTURE = "Qwen3ForCausalLM"  # that models/qwen3.py runs
 FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert and multiply e4m3
 CPU_KVCACHE_GIB = 2.0
-MAX_MIXED_STEP_ROWS = 1024  # Attention keeps tens of kilobytes of partial sums for one row.
-# A CUDA grid has at most 65,535 programs on its second axis, where attention has one a sequence and a few hundred more.
-MAX_NUM_SEQS = 2**15
-MAX_NUM_BATCHED_TOKENS = 2**20  # Activations already take 12 GiB, even in the smallest published shape.
-MAX_MODEL_LEN = 2**24  # RoPE's table takes 8 GiB at a head_dim of 128. No published model is longer.
-MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest published shape.
-MAX_WATCHDOG_SECONDS = 86_400
-MAX_KVCACHE_GIB = 2**16  # more than one machine has
-MAX_SPECULATIVE_TOKENS = 15
-MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
-
-_CHOICES = {field.name: field.metadata.get("choices") for field in fields(EngineOptions)}
 
 
 @explains_unknown_options(HINTS["Config"])
@@ -69,8 +57,8 @@ class Config(EngineOptions):
     """
 
     def __post_init__(self) -> None:
-        self._unwrap_numpy()
-        self._check_values()
+        self._convert()
+        check_rules(self)
         self._resolve_model()
         if self.plain:
             self._check_plain()
@@ -92,8 +80,8 @@ class Config(EngineOptions):
         num_rows = min(self.max_num_seqs * (1 + self.max_speculative_tokens), MAX_GRAPH_BATCH_SIZE)
         return max(self.max_num_seqs, num_rows)
 
-    def _unwrap_numpy(self) -> None:
-        """Turn numpy's values into Python's, and eos into a list."""
+    def _convert(self) -> None:
+        """Turn numpy's and torch's values into Python's, and eos into a list."""
         for field in fields(self):
             value = getattr(self, field.name)
             if isinstance(value, np.generic | np.ndarray):
@@ -102,87 +90,19 @@ class Config(EngineOptions):
         if isinstance(eos, tuple | list | set | frozenset):
             eos = [token.item() if isinstance(token, np.generic) else token for token in eos]
         self.eos = eos
-
-    def _check_values(self) -> None:
-        self._require_int("max_num_seqs", 1, MAX_NUM_SEQS)
-        self._require_int("max_model_len", 2, MAX_MODEL_LEN, none="the model's own")
-        self._require_int("max_num_batched_tokens", 1, MAX_NUM_BATCHED_TOKENS)
-        self._require_int("tensor_parallel_size", 1, 8)
-        seconds = self.watchdog_timeout
-        is_time = seconds is None or (is_number(seconds) and 1 <= seconds <= MAX_WATCHDOG_SECONDS)
-        self._require("watchdog_timeout", is_time, f"a number in 1..{MAX_WATCHDOG_SECONDS}, or None for no watchdog")
-        share, size, num_blocks = self.gpu_memory_utilization, self.kvcache_block_size, self.num_kvcache_blocks
-        gib, rows = self.kvcache_gib, self.mixed_step_rows
-        self._require("gpu_memory_utilization", is_number(share) and 0 < share <= 1, "a number in (0, 1]")
-        is_size = is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0
-        self._require("kvcache_block_size", is_size, f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}")
-        most = MAX_SLOTS // size
-        self._require(
-            "num_kvcache_blocks",
-            is_int(num_blocks, 1, most) or is_int(num_blocks, -1, -1),
-            f"an integer in 1..{most} ({MAX_SLOTS} tokens in blocks of {size}), or -1 to derive it",
-        )
-        is_gib = gib is None or (is_number(gib) and 0 < gib <= MAX_KVCACHE_GIB)
-        self._require("kvcache_gib", is_gib, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
-        most = min(MAX_MIXED_STEP_ROWS, self.max_num_batched_tokens)
-        allowed = f"None, or in 0..{most} (the smaller of 1024 and max_num_batched_tokens)"
-        self._require("mixed_step_rows", rows is None or is_int(rows, 0, most), allowed)
-        one_rank = not rows or self.tensor_parallel_size == 1
-        self._require("mixed_step_rows", one_rank, f"0 or None with tensor_parallel_size={self.tensor_parallel_size}")
-        flags = "enforce_eager", "enable_prefix_caching", "overlap_steps", "skip_tokenizer_init", "use_tqdm", "plain"
-        for name in flags:
-            self._require(name, isinstance(getattr(self, name), bool), "True or False")
-        is_config = self.hf_config is None or hasattr(self.hf_config, "max_position_embeddings")
-        self._require("hf_config", is_config, "a transformers configuration, or None to read the model's")
         if isinstance(self.device, torch.device):
             self.device = str(self.device)
-        is_device = isinstance(self.device, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", self.device)
-        self._require("device", bool(is_device), "one of auto, cuda, cpu, or cuda:N for the GPU number N")
-        is_known = self.quantization is None or self.quantization in list(QUANTIZATIONS)
-        self._require("quantization", is_known, f"None or one of {', '.join(QUANTIZATIONS)}")
-        self._require_one_of("load_format")
-        self._require_one_of("attention_backend")
         if self.dtype in DTYPES.values():
             self.dtype = str(self.dtype).removeprefix("torch.")
-        self._require_one_of("dtype")
-        if self.kv_cache_dtype == E4M3:
-            self.kv_cache_dtype = "fp8"
-        self._require_one_of("kv_cache_dtype")
         if self.state_dtype in DTYPES.values():
             self.state_dtype = str(self.state_dtype).removeprefix("torch.")
-        self._require_one_of("state_dtype")
-        self._require_one_of("kv_cache_scales")
-        self._require_one_of("logprobs_mode")
-        kinds = _CHOICES["speculation"] or ()
-        self._require("speculation", self.speculation in (None, *kinds), f"None or one of {', '.join(kinds)}")
-        self._require_int("max_speculative_tokens", 1, MAX_SPECULATIVE_TOKENS)
-        is_used = self.kv_cache_scales == "auto" or self.kv_cache_dtype != "auto"
-        self._require("kv_cache_scales", is_used, "'auto' without kv_cache_dtype='fp8'")
-        self._require("seed", self.seed is None or is_int(self.seed, 0, 2**63 - 1), "None or in 0..2**63 - 1")
-        are_tokens = isinstance(self.eos, list) and all(is_int(token, 0) for token in self.eos)
-        self._require("eos", are_tokens, "token ids >= 0")
-        for name, kinds in (("tokenizer", str | os.PathLike), ("revision", str)):
-            value = getattr(self, name)
-            self._require(name, value is None or (isinstance(value, kinds) and str(value) != ""), "a name, or None")
-        is_used = self.tokenizer is None or not self.skip_tokenizer_init
-        self._require("tokenizer", is_used, "None with skip_tokenizer_init=True, which loads no tokenizer")
-
-    def _require_int(self, name: str, low: int, high: int, none: str = "") -> None:
-        # none: what None stands for, if it is allowed
-        value = getattr(self, name)
-        ok = is_int(value, low, high) or (value is None and none != "")
-        self._require(name, ok, f"an integer in {low}..{high}" + (f", or None for {none}" if none else ""))
-
-    def _require_one_of(self, name: str) -> None:
-        value, allowed = getattr(self, name), _CHOICES[name] or ()
-        self._require(name, isinstance(value, str) and value in allowed, f"one of {', '.join(allowed)}")
+        if self.kv_cache_dtype == E4M3:
+            self.kv_cache_dtype = "fp8"
 
     def _require(self, name: str, ok: bool, allowed: str) -> None:
         require(name, getattr(self, name), ok, allowed)
 
     def _resolve_model(self) -> None:
-        ok = isinstance(self.model, str | os.PathLike) and str(self.model) != ""
-        self._require("model", ok, "a directory or a hub id")
         self.model, self._hub_id = str(self.model), None
         where = "hf_config"
         directory = find_directory(self.model, "model")
@@ -207,10 +127,6 @@ class Config(EngineOptions):
         self._require("plain", is_qwen3, f"False for {', '.join(names) or 'this model'}: it runs {PLAIN_ARCHITECTURE}")
         is_rounded = getattr(self.hf_config, "quantization_config", None) is not None
         self._require("plain", not is_rounded, "False for a quantized checkpoint")
-        self._require("quantization", self.quantization is None, "None with plain=True")
-        self._require("kv_cache_dtype", self.kv_cache_dtype == "auto", "'auto' with plain=True")
-        self._require("speculation", self.speculation is None, "None with plain=True")
-        self._require("mixed_step_rows", not self.mixed_step_rows, "0 or None with plain=True")
         self.overlap_steps = False
 
     def _download_config(self) -> str:

@@ -1,68 +1,176 @@
-"""EngineOptions: every option of the engine, declared and explained once. `Config` checks them.
+"""EngineOptions: every option of the engine, declared and explained once, with its rules. `Config` checks them.
 
 The command line, jobs and bench read names, types, defaults and help here. Nothing here imports torch, so `--help` is
 fast. docs/reference.md says more about each option.
 """
 
-from dataclasses import dataclass, field
+import math
+import os
+import re
+from dataclasses import MISSING, dataclass
 from typing import Any
 
+from nanovllm.utils.checks import is_int
+from nanovllm.utils.rules import FLAG, Rule, integer, number, one_of, option, together
 
-def _option(default: Any, help: str, *choices: str, is_for_speed: bool = False) -> Any:
+MAX_MIXED_STEP_ROWS = 1024  # Attention keeps tens of kilobytes of partial sums for one row.
+# A CUDA grid has at most 65,535 programs on its second axis, where attention has one a sequence and a few hundred more.
+MAX_NUM_SEQS = 2**15
+MAX_NUM_BATCHED_TOKENS = 2**20  # Activations already take 12 GiB, even in the smallest published shape.
+MAX_MODEL_LEN = 2**24  # RoPE's table takes 8 GiB at a head_dim of 128. No published model is longer.
+MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest published shape.
+MAX_WATCHDOG_SECONDS = 86_400
+MAX_KVCACHE_GIB = 2**16  # more than one machine has
+MAX_SPECULATIVE_TOKENS = 15
+_TINY = math.ulp(0.0)  # the smallest number above 0
+MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
+
+
+def _option(default: Any, help: str, *rules: Rule, is_for_speed: bool = False) -> Any:
     """A field.
 
     Args:
         help: what the command line says about it.
-        choices: the values, if there are few.
         is_for_speed: answers do not depend on it, so a job may go on with another value.
     """
-    return field(default=default, metadata={"help": help, "choices": choices, "is_for_speed": is_for_speed})
+    choices = next((rule.choices for rule in rules if rule.choices), ())
+    return option(default, *rules, help=help, choices=choices, is_for_speed=is_for_speed)
 
 
-def _speed_option(default: Any, help: str, *choices: str) -> Any:
-    return _option(default, help, *choices, is_for_speed=True)
+def _speed_option(default: Any, help: str, *rules: Rule) -> Any:
+    return _option(default, help, *rules, is_for_speed=True)
+
+
+def _quantizations() -> list[str]:
+    from nanovllm.layers.formats.all_formats import QUANTIZATIONS  # It imports torch.
+
+    return list(QUANTIZATIONS)
+
+
+def _is_name(value: Any) -> bool:
+    return isinstance(value, str | os.PathLike) and str(value) != ""
+
+
+def _most_blocks(options: Any) -> int:
+    return MAX_SLOTS // options.kvcache_block_size
+
+
+def _most_mixed_rows(options: Any) -> int:
+    return min(MAX_MIXED_STEP_ROWS, options.max_num_batched_tokens)
+
+
+_MODEL = Rule(_is_name, "a directory or a hub id")
+_LENGTH = integer(2, MAX_MODEL_LEN, f"an integer in 2..{MAX_MODEL_LEN}, or None for the model's own", none=True)
+_SHARE = number(_TINY, 1, "a number in (0, 1]")
+_SECONDS = number(1, MAX_WATCHDOG_SECONDS, f"a number in 1..{MAX_WATCHDOG_SECONDS}, or None for no watchdog", none=True)
+_BLOCK_SIZE = Rule(
+    lambda size: is_int(size, 16, MAX_KVCACHE_BLOCK_SIZE) and size & (size - 1) == 0,
+    f"a power of two in 16..{MAX_KVCACHE_BLOCK_SIZE}",
+)
+_NUM_BLOCKS = together(
+    lambda options: is_int(options.num_kvcache_blocks, 1, _most_blocks(options)),
+    lambda options: (
+        f"an integer in 1..{_most_blocks(options)} ({MAX_SLOTS} tokens in blocks of "
+        f"{options.kvcache_block_size}), or -1 to derive it"
+    ),
+)
+_GIB = number(_TINY, MAX_KVCACHE_GIB, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
+_SCALES = one_of("auto", "checkpoint", "calibrated", "one")
+_OF_FP8 = together(lambda options: options.kv_cache_dtype != "auto", "'auto' without kv_cache_dtype='fp8'")
+_DEVICE = Rule(
+    lambda name: isinstance(name, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", name) is not None,
+    "one of auto, cuda, cpu, or cuda:N for the GPU number N",
+)
+_QUANTIZATION = Rule(
+    lambda name: name in _quantizations(), lambda name: f"None or one of {', '.join(_quantizations())}"
+)
+_DTYPE = one_of("auto", "bfloat16", "float16", "float32", "half", "float")
+_MIXED_ROWS = together(
+    lambda options: is_int(options.mixed_step_rows, 0, _most_mixed_rows(options)),
+    lambda options: f"None, or in 0..{_most_mixed_rows(options)} (the smaller of 1024 and max_num_batched_tokens)",
+)
+_OF_ONE_RANK = together(
+    lambda options: options.mixed_step_rows == 0 or options.tensor_parallel_size == 1,
+    lambda options: f"0 or None with tensor_parallel_size={options.tensor_parallel_size}",
+)
+_SPECULATION = one_of("suffix")._replace(allowed="None or one of suffix")
+_NOT_PLAIN = together(lambda options: not options.plain, "None with plain=True")
+_IF_USED = together(
+    lambda options: not options.skip_tokenizer_init, "None with skip_tokenizer_init=True, which loads no tokenizer"
+)
+_HF_CONFIG = Rule(
+    lambda config: hasattr(config, "max_position_embeddings"),
+    "a transformers configuration, or None to read the model's",
+)
+_EOS = Rule(lambda eos: isinstance(eos, list) and all(is_int(token, 0) for token in eos), "token ids >= 0")
+_REVISION = Rule(lambda name: isinstance(name, str) and name != "", "a name, or None")
 
 
 @dataclass
 class EngineOptions:
     """Options of one engine, as a caller gives them. What `Config` turns into another type is Any."""
 
-    model: Any = field(metadata={"help": "a directory, a hub id, or with dummy weights a published shape"})
-    max_num_batched_tokens: int = _speed_option(16384, "tokens of a prefill step")
-    max_num_seqs: int = _speed_option(512, "sequences of a step")
-    max_model_len: int | None = _option(4096, "tokens of the longest sequence, prompt and completion")
-    gpu_memory_utilization: float = _speed_option(0.9, "share of the GPU's memory for this engine")
-    tensor_parallel_size: int = _speed_option(1, "GPUs to split the model over")
-    watchdog_timeout: float | None = _speed_option(300.0, "seconds that another rank may show no sign of life")
-    enforce_eager: bool = _speed_option(False, "use no CUDA graphs")
-    kvcache_block_size: int = _speed_option(256, "tokens of a KV cache block")
-    num_kvcache_blocks: int = _speed_option(-1, "blocks of the KV cache; -1: as many as the memory holds")
-    kvcache_gib: float | None = _speed_option(None, "GiB of KV cache; by default what gpu_memory_utilization leaves")
-    kv_cache_dtype: Any = _option("auto", "keys and values in 8 bits: fp8", "auto", "fp8", "fp8_e4m3")
+    model: Any = _option(MISSING, "a directory, a hub id, or with dummy weights a published shape", _MODEL)
+    max_num_batched_tokens: int = _speed_option(16384, "tokens of a prefill step", integer(1, MAX_NUM_BATCHED_TOKENS))
+    max_num_seqs: int = _speed_option(512, "sequences of a step", integer(1, MAX_NUM_SEQS))
+    max_model_len: int | None = _option(4096, "tokens of the longest sequence, prompt and completion", _LENGTH)
+    gpu_memory_utilization: float = _speed_option(0.9, "share of the GPU's memory for this engine", _SHARE)
+    tensor_parallel_size: int = _speed_option(1, "GPUs to split the model over", integer(1, 8))
+    watchdog_timeout: float | None = _speed_option(
+        300.0, "seconds that another rank may show no sign of life", _SECONDS
+    )
+    enforce_eager: bool = _speed_option(False, "use no CUDA graphs", FLAG)
+    kvcache_block_size: int = _speed_option(256, "tokens of a KV cache block", _BLOCK_SIZE)
+    num_kvcache_blocks: int = _speed_option(-1, "blocks of the KV cache; -1: as many as the memory holds", _NUM_BLOCKS)
+    kvcache_gib: float | None = _speed_option(
+        None, "GiB of KV cache; by default what gpu_memory_utilization leaves", _GIB
+    )
+    kv_cache_dtype: Any = _option(
+        "auto",
+        "keys and values in 8 bits: fp8",
+        one_of("auto", "fp8", "fp8_e4m3"),
+        _NOT_PLAIN._replace(allowed="'auto' with plain=True"),
+    )
     logprobs_mode: str = _option(
-        "raw_logprobs", "logprobs of the model, or of what tokens are drawn from", "raw_logprobs", "processed_logprobs"
+        "raw_logprobs",
+        "logprobs of the model, or of what tokens are drawn from",
+        one_of("raw_logprobs", "processed_logprobs"),
     )
-    state_dtype: Any = _option("float32", "of the states of linear attention", "float32", "bfloat16")
-    kv_cache_scales: str = _option("auto", "scales of an fp8 KV cache", "auto", "checkpoint", "calibrated", "one")
-    device: str = _speed_option("auto", "auto, cpu, cuda, or cuda:N for the GPU number N")
-    dtype: Any = _option(
-        "auto", "of weights and activations", "auto", "bfloat16", "float16", "float32", "half", "float"
+    state_dtype: Any = _option("float32", "of the states of linear attention", one_of("float32", "bfloat16"))
+    kv_cache_scales: str = _option("auto", "scales of an fp8 KV cache", _SCALES, _OF_FP8)
+    device: str = _speed_option("auto", "auto, cpu, cuda, or cuda:N for the GPU number N", _DEVICE)
+    dtype: Any = _option("auto", "of weights and activations", _DTYPE)
+    quantization: str | None = _option(
+        None, "round the weights while they are loaded: fp8, int4 or mxfp4", _QUANTIZATION, _NOT_PLAIN
     )
-    quantization: str | None = _option(None, "round the weights while they are loaded: fp8, int4 or mxfp4")
-    load_format: str = _option("auto", "dummy: random weights", "auto", "dummy")
-    attention_backend: str = _speed_option("auto", "what computes attention", "auto", "flash_attn", "triton", "torch")
-    enable_prefix_caching: bool = _speed_option(True, "share the KV cache blocks of equal beginnings")
+    load_format: str = _option("auto", "dummy: random weights", one_of("auto", "dummy"))
+    attention_backend: str = _speed_option(
+        "auto", "what computes attention", one_of("auto", "flash_attn", "triton", "torch")
+    )
+    enable_prefix_caching: bool = _speed_option(True, "share the KV cache blocks of equal beginnings", FLAG)
     mixed_step_rows: int | None = _speed_option(
-        None, "tokens of a decode step that also computes prompts; 0: no such steps; by default where they pay"
+        None,
+        "tokens of a decode step that also computes prompts; 0: no such steps; by default where they pay",
+        _MIXED_ROWS,
+        _OF_ONE_RANK,
+        together(lambda options: options.mixed_step_rows == 0 or not options.plain, "0 or None with plain=True"),
     )
-    overlap_steps: bool = _speed_option(True, "launch a step before the tokens of the previous one are read")
-    plain: bool = _speed_option(False, "run the plain Qwen3 and the simple loop, to compare with: models/qwen3.py")
-    speculation: str | None = _speed_option(None, "try several tokens a step where text repeats itself", "suffix")
-    max_speculative_tokens: int = _speed_option(7, "tokens that a step tries for a sequence, with speculation")
-    seed: int | None = _option(None, "of requests without one")
-    skip_tokenizer_init: bool = _option(False, "load no tokenizer: prompts are token ids")
-    use_tqdm: bool = _speed_option(True, "show the progress of the start")
-    tokenizer: Any = _option(None, "a directory or hub id of another tokenizer than the model's")
-    revision: str | None = _option(None, "branch, tag or commit of the hub id")
-    hf_config: Any = _option(None, "a transformers configuration instead of the model's")
-    eos: Any = _option((), "end-of-sequence tokens instead of the model's")
+    overlap_steps: bool = _speed_option(True, "launch a step before the tokens of the previous one are read", FLAG)
+    plain: bool = _speed_option(
+        False, "run the plain Qwen3 and the simple loop, to compare with: models/qwen3.py", FLAG
+    )
+    speculation: str | None = _speed_option(
+        None, "try several tokens a step where text repeats itself", _SPECULATION, _NOT_PLAIN
+    )
+    max_speculative_tokens: int = _speed_option(
+        7, "tokens that a step tries for a sequence, with speculation", integer(1, MAX_SPECULATIVE_TOKENS)
+    )
+    seed: int | None = _option(None, "of requests without one", integer(0, 2**63 - 1, "None or in 0..2**63 - 1"))
+    skip_tokenizer_init: bool = _option(False, "load no tokenizer: prompts are token ids", FLAG)
+    use_tqdm: bool = _speed_option(True, "show the progress of the start", FLAG)
+    tokenizer: Any = _option(
+        None, "a directory or hub id of another tokenizer than the model's", Rule(_is_name, "a name, or None"), _IF_USED
+    )
+    revision: str | None = _option(None, "branch, tag or commit of the hub id", _REVISION)
+    hf_config: Any = _option(None, "a transformers configuration instead of the model's", _HF_CONFIG)
+    eos: Any = _option((), "end-of-sequence tokens instead of the model's", _EOS)

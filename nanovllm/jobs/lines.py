@@ -21,7 +21,8 @@ from nanovllm.openai_format.request_names import (
     make_params,
     read_parameters,
 )
-from nanovllm.utils.checks import quoted, require
+from nanovllm.utils.checks import quoted
+from nanovllm.utils.rules import FLAG, Rule, check_rules, option
 from nanovllm.utils.text_json import as_json, decode_json, parse_json
 
 LineId = str | int
@@ -32,6 +33,7 @@ OPTIONAL_KEYS = ("samples", "logprobs", "prompt_logprobs")  # with n > 1, and wh
 
 
 _LARGEST_FLOAT = 2**53  # Above it floats are not exact.
+_OBJECT = Rule(lambda value: isinstance(value, dict), "a JSON object")
 
 
 class NoObject(ValueError):
@@ -60,25 +62,20 @@ class LineFormat:
     sampling: Row = field(default_factory=dict)  # options of SamplingParams for lines without their own
     # The column that holds the prompt: a text, token ids or messages. None: `prompt`, `prompt_token_ids` or `messages`.
     prompt_column: str | None = None
-    id_column: str = "id"
+    id_column: str = option("id", Rule(lambda name: isinstance(name, str) and name != "", "a column's name"))
     template: str | None = None  # makes the prompt of columns: "Summarise: {text}"
     system: str | None = None  # a system message; it makes a conversation of every prompt that is a text
     chat_template: str | None = None  # a Jinja template; None: the tokenizer's
-    chat_template_kwargs: Row = field(default_factory=dict)  # its variables
-    line_parameters: bool = True  # False: columns called as parameters are data
-    split_reasoning: bool = False  # True: what a model thinks before </think> is a chat's `reasoning`, not its text
+    chat_template_kwargs: Row = field(default_factory=dict, metadata={"rules": (_OBJECT,)})  # its variables
+    line_parameters: bool = option(True, FLAG)  # False: columns called as parameters are data
+    # True: what a model thinks before </think> is a chat's `reasoning`, not its text.
+    split_reasoning: bool = option(False, FLAG)
     seed: int | None = None  # makes the answers reproducible, however often the job is interrupted; None: drawn afresh
 
     def __post_init__(self) -> None:
         if self.template is not None and self.prompt_column is not None:
             raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
-        is_object = isinstance(self.chat_template_kwargs, dict)
-        require("chat_template_kwargs", self.chat_template_kwargs, is_object, "a JSON object")
-        is_name = isinstance(self.id_column, str) and self.id_column != ""
-        require("id_column", self.id_column, is_name, "a column's name")
-        is_flag = isinstance(self.line_parameters, bool)
-        require("line_parameters", self.line_parameters, is_flag, "True or False")
-        require("split_reasoning", self.split_reasoning, isinstance(self.split_reasoning, bool), "True or False")
+        check_rules(self)
         SamplingParams(seed=self.seed)  # Raises if it is none.
         _ = self._base_params, self._template_parts
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from nanovllm.openai_format.request_names import Row
-from nanovllm.utils.checks import quoted
+from nanovllm.utils.checks import require
 
 
 class Kind(NamedTuple):
@@ -41,10 +41,8 @@ def read_request(row: Row) -> tuple[Kind, Any, Row]:
     row: one that `is_request`. Raises ValueError with what cannot be served.
     """
     body, url = row["body"], row.get("url")
-    if row.get("method") not in (None, "POST"):
-        raise ValueError(f"method={quoted(row['method'])}: must be 'POST'")
-    if url not in (None, CHAT.url, COMPLETION.url):
-        raise ValueError(f"url={quoted(url)}: must be {CHAT.url!r} or {COMPLETION.url!r}")
+    require("method", row.get("method"), row.get("method") in (None, "POST"), "'POST'")
+    require("url", url, url in (None, CHAT.url, COMPLETION.url), f"{CHAT.url!r} or {COMPLETION.url!r}")
     kind = CHAT if url == CHAT.url or (url is None and "messages" in body) else COMPLETION
     given = {name: value for name, value in body.items() if value is not None}
     if kind.prompt not in given:

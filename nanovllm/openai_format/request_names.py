@@ -5,7 +5,7 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import quoted
+from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.option_hints import HINTS
 from nanovllm.utils.text_json import parse_json
 
@@ -101,11 +101,9 @@ def read_parameters(given: Row, is_chat: bool) -> tuple[Row, ChatOptions]:
             raise ValueError(f"{name}={quoted(value)}: cannot be served in a batch{remedy and f'; {remedy}'}")
     tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", {})
     variables = {name: given.pop(name) for name in _TEMPLATE_VARIABLES if name in given}
-    if not isinstance(kwargs, dict):
-        raise ValueError(f"chat_template_kwargs={quoted(kwargs)}: must be a JSON object")
+    require("chat_template_kwargs", kwargs, isinstance(kwargs, dict), "a JSON object")
     choice = given.pop("tool_choice", "auto")
-    if choice not in ("auto", "none"):
-        raise ValueError(f"tool_choice={quoted(choice)}: must be 'auto' or 'none': a batch cannot force a call")
+    require("tool_choice", choice, choice in ("auto", "none"), "'auto' or 'none': a batch cannot force a call")
     of_chat = {"tools": tools, "chat_template_kwargs": kwargs} | variables
     if not is_chat and (named := [name for name, value in of_chat.items() if value]):
         raise ValueError(f"{named[0]}: needs 'messages', because only a conversation has a chat template")
@@ -130,8 +128,7 @@ def _flat(given: Row) -> Row:
         if name not in given:
             continue
         inner = _as_object(name, given[name])
-        if not isinstance(inner, dict):
-            raise ValueError(f"{name}={quoted(inner)}: must be a JSON object")
+        require(name, inner, isinstance(inner, dict), "a JSON object")
         for key, value in _flat({key: value for key, value in inner.items() if value is not None}).items():
             if flat.setdefault(key, value) != value:
                 raise ValueError(f"{key}: is given twice, as {quoted(flat[key])} and in {name} as {quoted(value)}")

@@ -10,13 +10,14 @@ import torch
 from backends import decode_context
 from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
 
-from nanovllm import config as config_module
 from nanovllm.config import Config
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import choice
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
 from nanovllm.layers.backends.torch_backend import decode_attention_torch
 from nanovllm.layers.matmul.table import Table
+from nanovllm.utils import rules
+from nanovllm.utils.rules import one_of
 
 ROOT = Path(__file__).parents[2]
 GUIDE = (ROOT / "docs" / "adding-an-attention-backend.md").read_text()
@@ -49,7 +50,9 @@ def test_the_back_end_of_the_guide_decodes(code, window):
 
 def test_the_back_end_of_the_guide_generates(code, tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "BACKENDS", (*choice.BACKENDS, code.DenseBackend))
-    monkeypatch.setitem(config_module._CHOICES, "attention_backend", ("auto", "dense"))
+    option = Config.__dataclass_fields__["attention_backend"]
+    monkeypatch.setattr(option, "metadata", {"rules": (one_of("auto", "dense"),)})
+    monkeypatch.setattr(rules, "rules_of", rules.rules_of.__wrapped__)  # without its cache
     path, prompts = make_checkpoint(tmp_path), [random_prompt(n, seed=n) for n in (3, 20, 90)]
     found = []
     for name in ("auto", "dense"):
@@ -87,6 +90,6 @@ def test_the_guide_names_every_back_end_and_method():
 
 
 def test_the_options_values_are_the_back_ends():
-    allowed = config_module._CHOICES["attention_backend"]
+    allowed = Config.__dataclass_fields__["attention_backend"].metadata["choices"]
     assert set(allowed) == {"auto", *(backend.name for backend in choice.BACKENDS)}
     assert Config.attention_backend == "auto"
