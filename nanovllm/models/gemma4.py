@@ -47,7 +47,9 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         is_local, bias = local_layers(config), bool(config.attention_bias)
         ropes = {local: rope_parameters(config, _kind(local)) for local in set(is_local)}
         heads = {True: LayerHeads(config.num_key_value_heads, config.head_dim)}
-        heads[False] = LayerHeads(config.num_global_key_value_heads, config.global_head_dim, config.attention_k_eq_v)
+        sizes = config.num_global_key_value_heads, config.global_head_dim
+        names = "num_global_key_value_heads", "global_head_dim"
+        heads[False] = LayerHeads(*sizes, config.attention_k_eq_v, names)
         return DecoderSpec(
             tuple(ropes[local] for local in is_local),
             windows_of_layers(config),
