@@ -11,7 +11,7 @@ from nanovllm.models.decoder import DecoderMLP
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, rounded_embedding_scale
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.mlp_with_experts import MLPWithExperts
-from nanovllm.models.qwen3_moe import check_experts, count_experts, has_mlp_too
+from nanovllm.models.qwen3_moe import check_experts, count_experts
 from nanovllm.models.spec import DecoderSpec, LayerHeads
 from nanovllm.utils.checks import quoted, require
 
@@ -40,8 +40,8 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         # "vision" changes nothing for texts.
         direction = config.use_bidirectional_attention
         require("use_bidirectional_attention", direction, direction in (None, "vision"), "null or 'vision'")
-        if has_mlp_too(config):
-            check_experts(config)
+        if config.enable_moe_block:
+            check_experts(config, "top_k_experts")
         elif num_experts := count_experts(config):
             raise ValueError(f"num_experts={quoted(num_experts)}: needs enable_moe_block=true")
         is_local, bias = local_layers(config), bool(config.attention_bias)
@@ -68,7 +68,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
 
     @staticmethod
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
-        return (MLPWithExperts if has_mlp_too(config) else DecoderMLP)(config, spec, tp, matmul)
+        return (MLPWithExperts if config.enable_moe_block else DecoderMLP)(config, spec, tp, matmul)
 
 
 def _kind(is_local: bool) -> str:
