@@ -15,11 +15,11 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.formats.format import WeightFormat
-from nanovllm.layers.parallel.tensor_parallel import check_shardable
-from nanovllm.models.hf_config import check_hf_config, check_token_ids, get_head_dim, read_hf_config, supported_length
+from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
 from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
+from nanovllm.models.model_size import check_layers
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config
-from nanovllm.models.quantization_config import check_sizes, checkpoint_quantization
+from nanovllm.models.quantization_config import checkpoint_quantization
 from nanovllm.models.registry import model_class
 from nanovllm.utils.checks import is_int, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
@@ -62,7 +62,6 @@ class Config(EngineOptions):
         self._resolve_model()
         if self.plain:
             self._check_plain()
-        check_shardable(self.hf_config, self.tensor_parallel_size)
         self._resolve_device()
         self._resolve_dtype()
         self._resolve_formats()
@@ -176,8 +175,8 @@ class Config(EngineOptions):
         is_used = self.state_dtype == "float32" or any(model_class(self.hf_config).spec(self.hf_config).linear_layers)
         self._require("state_dtype", is_used, "'float32' for a model without linear attention")
         self.state_dtype = DTYPES[self.state_dtype]
+        check_layers(self)
         if self.weight_format is not None:
-            check_sizes(self.hf_config, get_head_dim(self.hf_config), self.weight_format, self.tensor_parallel_size)
             self._check_products(self.weight_format)
         if self.kv_cache_dtype != "auto":
             found = self._gpu().capability

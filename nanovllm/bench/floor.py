@@ -1,5 +1,6 @@
 """What time can no engine of this kind beat? Computed from two measured ceilings of the machine."""
 
+import math
 import time
 from collections import Counter
 from dataclasses import dataclass
@@ -8,11 +9,15 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.kernels.matmul.fp8 import E4M3
+from nanovllm.layers.attention import Attention
+from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.formats.fp8 import Fp8
-from nanovllm.models.hf_config import get_head_dim, windows_of_layers
-from nanovllm.models.qwen3_5 import delta_net_shape, has_linear_attention, linear_layers
-from nanovllm.models.qwen3_moe import count_experts, expert_size, experts_per_token, has_experts, has_mlp_too
+from nanovllm.layers.linear_attention import GatedDeltaNet
+from nanovllm.models.loader import wanted_tensors
+from nanovllm.models.model_size import make_meta_model
+
+_NO_LIMIT = 2**31  # positions: more than any window has keys
 
 
 class Ceilings(NamedTuple):
@@ -23,26 +28,29 @@ class Ceilings(NamedTuple):
     layer_flops: float  # of one in the format of the layers' weights
 
 
-@dataclass(frozen=True)
-class ModelSize:
-    """What the floor needs to know of a model: counts of weights, of bytes, and its attention's shape."""
+class AttentionSize(NamedTuple):
+    """What a layer's attention reads and multiplies."""
 
-    layer_params: int  # of all layers, of experts only those that a token uses
-    expert_params: int  # of all experts
-    expert_share: float  # the share of them that a token uses; 0 without experts
-    head_params: int
-    windows: dict[int | None, int]  # the number of layers with each sliding window, None for all keys
-    state_numbers: int  # of a sequence's states, of layers with linear attention
-    tail_numbers: int  # of the last inputs of their convolutions
+    window: int | None  # how many keys a token sees; None for all
     num_heads: int
     head_dim: int
-    kv_bytes_per_key: int  # of one layer
+    kv_bytes_per_key: int
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """What the floor needs to know of a model: counts of weights and of bytes, and the shapes of its attention."""
+
+    layer_params: int  # of all layers, of experts only those that a token uses
+    expert_params: dict[float, int]  # of all experts, by the share of a layer's experts that a token uses
+    head_params: int
+    attentions: dict[AttentionSize, int]  # the number of layers with each
+    state_numbers: int  # of a sequence's states, of layers with linear attention
+    tail_numbers: int  # of the last inputs of their convolutions
     itemsize: int
     state_itemsize: int
     layer_itemsize: float  # bytes of a number of the layers' weights
     expert_itemsize: float  # of the experts' weights
-    # (head_dim, kv_bytes_per_key) of the layers without a window, where they differ from the others'.
-    global_heads: tuple[int, int] | None = None
 
     @classmethod
     def of(
@@ -53,68 +61,49 @@ class ModelSize:
         kv_cache_dtype: torch.dtype | None = None,
         state_dtype: torch.dtype = torch.float32,
     ) -> "ModelSize":
-        """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers."""
-        c = hf_config
-        head_dim = get_head_dim(c)
-        query_gates = 1 if has_linear_attention(c) else 0
-        attention = c.hidden_size * head_dim * ((2 + query_gates) * c.num_attention_heads + 2 * c.num_key_value_heads)
-        kv_itemsize, windows = (kv_cache_dtype or dtype).itemsize, windows_of_layers(c)
-        global_heads, more_attention = None, 0
-        if (global_dim := getattr(c, "global_head_dim", None)) is not None:
-            num_kv_heads = c.num_global_key_value_heads
-            global_heads = global_dim, 2 * num_kv_heads * global_dim * kv_itemsize
-            num_heads = 2 * c.num_attention_heads + (1 if c.attention_k_eq_v else 2) * num_kv_heads
-            more_attention = windows.count(None) * (c.hidden_size * global_dim * num_heads - attention)
-        is_linear, linear_attention, states, tails = (False,) * c.num_hidden_layers, 0, 0, 0
-        if has_linear_attention(c):
-            is_linear, shape = linear_layers(c), delta_net_shape(c)
-            outputs = shape.num_value_heads * shape.value_dim
-            linear_attention = c.hidden_size * (sum(shape.sizes.values()) + outputs)
-            linear_attention += shape.conv_dim * shape.num_taps
-            states, tails = outputs * shape.key_dim, shape.conv_dim * (shape.num_taps - 1)
-        num_linear = sum(is_linear)
-        mlps, expert_params, expert_share = c.num_hidden_layers * 3 * c.hidden_size * c.intermediate_size, 0, 0.0
-        if num_experts := count_experts(c):
-            num_layers = sum(has_experts(c, layer) for layer in range(c.num_hidden_layers))
-            expert_share = experts_per_token(c) / num_experts
-            expert_params = num_layers * num_experts * 3 * c.hidden_size * expert_size(c)
-            shared_size = getattr(c, "shared_expert_intermediate_size", 0)
-            routers = num_layers * num_experts * c.hidden_size
-            routers += num_layers * c.hidden_size * (3 * shared_size + (1 if shared_size else 0))
-            num_mlps = c.num_hidden_layers - (0 if has_mlp_too(c) else num_layers)
-            mlps = mlps // c.num_hidden_layers * num_mlps + routers
-            mlps += int(expert_share * expert_params)
+        """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers. Weights
+        are the matrices of a checkpoint: what a layer holds twice, or for padding, need not be read."""
+        model: Any = make_meta_model(hf_config, dtype, max_position=_NO_LIMIT)
+        mixtures, deltas, attentions = (
+            [each for each in model.modules() if isinstance(each, kind)]
+            for kind in (MixtureOfExperts, GatedDeltaNet, Attention)
+        )
+        shares = {id(weight): each.top_k / len(weight) for each in mixtures for weight in each.experts.parameters()}
+        params: Counter[float | None] = Counter()  # by the share of a layer's experts; None for all else
+        for name, (param, _, shape) in wanted_tensors(model).items():
+            if name.startswith("model.layers.") and len(shape) > 1:
+                params[shares.get(id(param))] += math.prod(shape)
+        expert_params = {share: number for share, number in params.items() if share is not None}
         expert_itemsize = layer_itemsize = float(dtype.itemsize)
         if weight_format is not None and weight_format.bits is not None:
             expert_itemsize = weight_format.bits / 8
             layer_itemsize = layer_itemsize if weight_format.experts_only else expert_itemsize
-        attentions = (c.num_hidden_layers - num_linear) * attention + more_attention + num_linear * linear_attention
+        key_bytes = 2 * (kv_cache_dtype or dtype).itemsize
+        sizes = [(x.window, x.num_heads, x.head_dim, key_bytes * x.num_kv_heads * x.head_dim) for x in attentions]
         return cls(
-            layer_params=attentions + mlps,
+            layer_params=params[None] + sum(int(share * number) for share, number in expert_params.items()),
             expert_params=expert_params,
-            expert_share=expert_share,
-            head_params=c.vocab_size * c.hidden_size,
-            windows=dict(Counter(w for w, linear in zip(windows, is_linear, strict=True) if not linear)),
-            state_numbers=num_linear * states,
-            tail_numbers=num_linear * tails,
-            num_heads=c.num_attention_heads,
-            head_dim=head_dim,
-            kv_bytes_per_key=2 * c.num_key_value_heads * head_dim * kv_itemsize,
+            head_params=model.model.embed_tokens.weight.numel(),
+            attentions=dict(Counter(AttentionSize(*each) for each in sizes)),
+            state_numbers=sum(math.prod(each.state_shapes[1]) for each in deltas),
+            tail_numbers=sum(math.prod(each.state_shapes[0]) for each in deltas),
             itemsize=dtype.itemsize,
             state_itemsize=state_dtype.itemsize,
             layer_itemsize=layer_itemsize,
             expert_itemsize=expert_itemsize,
-            global_heads=global_heads,
         )
+
+    def _experts_read(self, batch_size: int) -> float:
+        return sum((1 - (1 - share) ** batch_size) * number for share, number in self.expert_params.items())
 
     def params_read(self, batch_size: int) -> float:
         """How many weights a decode step reads on average, if each token's experts are as likely as any others."""
-        read = 1 - (1 - self.expert_share) ** batch_size
-        return self.layer_params + self.head_params + (read - self.expert_share) * self.expert_params
+        others = self.layer_params - sum(share * number for share, number in self.expert_params.items())
+        return others + self.head_params + self._experts_read(batch_size)
 
     def bytes_read(self, batch_size: int) -> float:
         """Bytes that a step reads of these weights."""
-        experts = (1 - (1 - self.expert_share) ** batch_size) * self.expert_params
+        experts = self._experts_read(batch_size)
         others = self.params_read(batch_size) - self.head_params - experts
         return experts * self.expert_itemsize + others * self.layer_itemsize + self.head_params * self.itemsize
 
@@ -122,25 +111,20 @@ class ModelSize:
         """Of one sequence: states and tails."""
         return self.state_itemsize * self.state_numbers + self.itemsize * self.tail_numbers
 
-    def of_window(self, window: int | None) -> tuple[int, int]:
-        """(head_dim, kv_bytes_per_key) of the layers with this window."""
-        own = self.head_dim, self.kv_bytes_per_key
-        return own if window is not None else self.global_heads or own
-
     def cache_bytes(self, context: int) -> int:
         """Bytes of keys and values that a token with this context length reads in all layers."""
         return sum(
-            layers * min(context, window or context) * self.of_window(window)[1]
-            for window, layers in self.windows.items()
+            layers * min(context, each.window or context) * each.kv_bytes_per_key
+            for each, layers in self.attentions.items()
         )
 
     def attention_flops(self, n: int) -> float:
         """Of a prompt's n tokens in all layers, each to the keys up to its own."""
         flops = 0.0
-        for window, layers in self.windows.items():
-            seen = min(n, window or n)
+        for each, layers in self.attentions.items():
+            seen = min(n, each.window or n)
             keys = seen * seen / 2 + (n - seen) * seen  # The first ones see half of the window.
-            flops += 4 * self.num_heads * self.of_window(window)[0] * layers * keys
+            flops += 4 * each.num_heads * each.head_dim * layers * keys
         return flops
 
 

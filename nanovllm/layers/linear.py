@@ -3,6 +3,7 @@
 Every parameter knows how it is loaded (`parameters`), and the weight's format how it is stored (`formats`).
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -26,6 +27,11 @@ def divide(numerator: int, denominator: int) -> int:
     return numerator // denominator
 
 
+def part_of(size: int, tp: TensorParallel, name: str | None) -> int:
+    """A rank's part of a size. Raises ValueError, with the name that it has in config.json, if there is none."""
+    return divide(size, tp.size) if name is None else tp.shard(size, name)
+
+
 class LinearBase(nn.Module):
     """y = x W^T + b with a weight `[output_size, input_size]`, both sizes of this rank.
 
@@ -35,6 +41,8 @@ class LinearBase(nn.Module):
         matmul: chooses who computes the products, by a table of measured ones; None: torch does.
         format: of the weight; None: the one of the block that this is called in (`weight_format`).
         shards: the checkpoint tensors that make the weight up: {shard id: their full shape}; None: one like the weight.
+        size_name: what config.json calls the size that is split over the ranks. The other size of such a layer is the
+            hidden_size, and ValueError is raised if the format cannot store a rank's part. None: nothing is checked.
 
     Attributes:
         tp_rank, tp_size: of tp.
@@ -55,11 +63,15 @@ class LinearBase(nn.Module):
         matmul: Matmul | None = None,
         format: WeightFormat | None = None,
         shards: dict | None = None,
+        size_name: str | None = None,
     ):
         super().__init__()
         self.tp, self.tp_dim = tp or TensorParallel(), tp_dim
         self.tp_rank, self.tp_size = self.tp.rank, self.tp.size
         self.format = format or get_weight_format()
+        if size_name is not None:
+            columns = "hidden_size" if tp_dim == 0 else size_name, input_size
+            self.format.check_sizes(self.named_rows(size_name, output_size), columns, self.tp_size)
         shape, shards = (output_size, input_size), shards or {None: (output_size, input_size)}
         for name, parameter in self.format.parameters(shape, shards, self.weight_loader).items():
             self.register_parameter(name, parameter)
@@ -70,6 +82,10 @@ class LinearBase(nn.Module):
         self.has_table = matmul is not None
         self.is_plain = not self.has_table and self.format == Unquantized()
         self.products = Products(matmul, self, self.bias_of_rank)
+
+    def named_rows(self, size_name: str, num_rows: int) -> Iterable[tuple[str, int]]:
+        """The rows that are cut from tensors of the checkpoint, for `WeightFormat.check_sizes`."""
+        return [("hidden_size", num_rows)]
 
     def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
         """Copy this rank's part of a tensor of the checkpoint to a parameter: the weight, or its scales."""
@@ -134,17 +150,22 @@ class ColumnParallelLinear(LinearBase):
         *,
         tp: TensorParallel | None = None,
         matrix_sizes: dict | None = None,
+        size_name: str | None = None,
         **options: Any,
     ):
         """matrix_sizes: {shard id: rows of that matrix in the checkpoint}; None: there is one matrix. options:
         LinearBase's."""
-        tp = tp or TensorParallel()
+        tp, self.size_name = tp or TensorParallel(), size_name
         self.matrix_sizes: dict = {None: output_size} if matrix_sizes is None else matrix_sizes
         self.parts = {key: self.part(key, tp) for key in self.matrix_sizes}
         rows = sum(num_rows for _, num_rows in self.parts.values())
         sizes = self.checkpoint_sizes() | {None: output_size}
         shards = {key: (size, input_size) for key, size in sizes.items()}
-        super().__init__(input_size, rows, bias, tp_dim=0, tp=tp, shards=shards, **options)
+        options |= {"tp_dim": 0, "tp": tp, "shards": shards, "size_name": size_name}
+        super().__init__(input_size, rows, bias, **options)
+
+    def named_rows(self, size_name: str, num_rows: int) -> Iterable[tuple[str, int]]:
+        return ((size_name, num_rows) for _, num_rows in self.parts.values())
 
     def checkpoint_sizes(self) -> dict:
         """{shard id: rows of a tensor of the checkpoint}."""
@@ -152,7 +173,7 @@ class ColumnParallelLinear(LinearBase):
 
     def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows of a checkpoint matrix that this rank has."""
-        num_rows = divide(self.matrix_sizes[shard_id], tp.size)
+        num_rows = part_of(self.matrix_sizes[shard_id], tp, self.size_name)
         return tp.rank * num_rows, num_rows
 
     def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
@@ -199,17 +220,23 @@ class QKVParallelLinear(ColumnParallelLinear):
         *,
         tp: TensorParallel | None = None,
         more_sizes: dict[str, int] | None = None,
+        names: tuple[str, str] = ("num_key_value_heads", "head_dim"),
         **options: Any,
     ):
-        """more_sizes: of further parts, which are split as q is. options: LinearBase's."""
+        """more_sizes: of further parts, which are split as q is. names: what config.json calls the number of KV heads
+        and their size. options: LinearBase's."""
         tp = tp or TensorParallel()
         total_num_kv_heads = total_num_kv_heads or total_num_heads
-        self.head_size = head_size
+        self.head_size, self.names = head_size, names
         self.num_heads = tp.shard(total_num_heads, "num_attention_heads")
-        self.first_kv_head, self.num_kv_heads = tp.shard_kv_heads(total_num_kv_heads)
+        self.first_kv_head, self.num_kv_heads = tp.shard_kv_heads(total_num_kv_heads, names[0])
         kv_size = total_num_kv_heads * head_size
         sizes = {"q": total_num_heads * head_size, "k": kv_size, "v": kv_size, **(more_sizes or {})}
-        super().__init__(hidden_size, sum(sizes.values()), bias, tp=tp, matrix_sizes=sizes, **options)
+        options |= {"tp": tp, "matrix_sizes": sizes, "size_name": f"num_attention_heads * {names[1]}"}
+        super().__init__(hidden_size, sum(sizes.values()), bias, **options)
+
+    def named_rows(self, size_name: str, num_rows: int) -> Iterable[tuple[str, int]]:
+        return [(size_name, self.parts["q"][1]), (" * ".join(self.names), self.parts["k"][1])]
 
     def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
         if shard_id in ("k", "v"):
@@ -237,6 +264,9 @@ class GatedQKVParallelLinear(QKVParallelLinear):
     def __init__(self, hidden_size: int, head_size: int, total_num_heads: int, *args: Any, **options: Any):
         more_sizes = {"gate": total_num_heads * head_size}
         super().__init__(hidden_size, head_size, total_num_heads, *args, more_sizes=more_sizes, **options)
+
+    def named_rows(self, size_name: str, num_rows: int) -> Iterable[tuple[str, int]]:
+        return [(self.names[1], self.head_size)]
 
     def checkpoint_sizes(self) -> dict:
         return self.matrix_sizes | {"q": self.matrix_sizes["q"] + self.matrix_sizes["gate"]}
@@ -270,11 +300,20 @@ class RowParallelLinear(LinearBase):
     """
 
     def __init__(
-        self, input_size: int, output_size: int, bias: bool = False, *, tp: TensorParallel | None = None, **options: Any
+        self,
+        input_size: int,
+        output_size: int,
+        bias: bool = False,
+        *,
+        tp: TensorParallel | None = None,
+        size_name: str | None = None,
+        **options: Any,
     ):
         """options: LinearBase's."""
-        tp, shards = tp or TensorParallel(), {None: (output_size, input_size)}
-        super().__init__(divide(input_size, tp.size), output_size, bias, tp_dim=1, tp=tp, shards=shards, **options)
+        tp = tp or TensorParallel()
+        shards = {None: (output_size, input_size)}
+        options |= {"tp_dim": 1, "tp": tp, "shards": shards, "size_name": size_name}
+        super().__init__(part_of(input_size, tp, size_name), output_size, bias, **options)
 
     def forward(self, x: Input) -> Tensor:
         """x W^T + b of this rank's x and W, summed over the ranks; b once."""

@@ -57,7 +57,11 @@ class DeltaNetProjection(ColumnParallelLinear):
         """parts: "qkvzba", "qkvz" or "ba"."""
         self.shape = shape
         sizes = {part: shape.sizes[part] for part in parts}
-        super().__init__(hidden_size, sum(sizes.values()), tp=tp, matmul=matmul, matrix_sizes=sizes)
+        options: dict[str, Any] = {"matrix_sizes": sizes, "size_name": "linear_num_value_heads"}
+        super().__init__(hidden_size, sum(sizes.values()), tp=tp, matmul=matmul, **options)
+
+    def named_rows(self, size_name: str, num_rows: int) -> Iterator[tuple[str, int]]:
+        yield from (("linear_key_head_dim", self.shape.key_dim), ("linear_value_head_dim", self.shape.value_dim))
 
     def checkpoint_sizes(self) -> dict:
         sizes = self.shape.sizes
@@ -145,7 +149,8 @@ class GatedDeltaNet(nn.Module):
             make_parameter((num_heads,), full, self._load_heads, Unquantized(), torch.float32) for _ in range(2)
         )
         self.norm = GatedRMSNorm(shape.value_dim)
-        self.out_proj = RowParallelLinear(shape.num_value_heads * shape.value_dim, hidden_size, tp=tp, matmul=matmul)
+        size, name = shape.num_value_heads * shape.value_dim, "linear_num_value_heads * linear_value_head_dim"
+        self.out_proj = RowParallelLinear(size, hidden_size, tp=tp, matmul=matmul, size_name=name)
         self.tails: Tensor | None = None
         self.states: Tensor | None = None
         self.state_dtype = torch.float32

@@ -73,7 +73,10 @@ class DecoderAttention(nn.Module):
             projection = KeysAsValuesParallelLinear
         self.has_gate = spec.query_gate
         options: Any = {"tp": tp, "matmul": matmul}
-        self.qkv_proj: QKVParallelLinear = projection(config.hidden_size, *heads, spec.qkv_bias, **options)
+        self.qkv_proj: QKVParallelLinear = projection(
+            config.hidden_size, *heads, spec.qkv_bias, names=of_layer.names, **options
+        )
+        options["size_name"] = self.qkv_proj.size_name
         self.o_proj = RowParallelLinear(num_heads * self.head_dim, config.hidden_size, spec.o_bias, **options)
         self.num_heads, self.num_kv_heads = self.qkv_proj.num_heads, self.qkv_proj.num_kv_heads
         self.eps = config.rms_norm_eps
@@ -148,8 +151,9 @@ class DecoderMLP(nn.Module):
     def __init__(self, config, spec: DecoderSpec, tp: TensorParallel, matmul: Matmul):
         super().__init__()
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, tp=tp, matmul=matmul)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, tp=tp, matmul=matmul)
+        options: Any = {"tp": tp, "matmul": matmul, "size_name": "intermediate_size"}
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, **options)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **options)
         self.gelu = GeluTanhAndMul() if spec.activation == "gelu_tanh" else None
 
     def add(

@@ -11,7 +11,7 @@ from nanovllm.models.decoder import DecoderMLP
 from nanovllm.models.gemma3 import Gemma3ForCausalLM, rounded_embedding_scale
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.mlp_with_experts import MLPWithExperts
-from nanovllm.models.qwen3_moe import check_experts, count_experts, has_mlp_too
+from nanovllm.models.qwen3_moe import check_experts, count_experts
 from nanovllm.models.spec import DecoderSpec, LayerHeads
 from nanovllm.utils.checks import quoted, require
 
@@ -40,14 +40,16 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         # "vision" changes nothing for texts.
         direction = config.use_bidirectional_attention
         require("use_bidirectional_attention", direction, direction in (None, "vision"), "null or 'vision'")
-        if has_mlp_too(config):
-            check_experts(config)
+        if config.enable_moe_block:
+            check_experts(config, "top_k_experts")
         elif num_experts := count_experts(config):
             raise ValueError(f"num_experts={quoted(num_experts)}: needs enable_moe_block=true")
         is_local, bias = local_layers(config), bool(config.attention_bias)
         ropes = {local: rope_parameters(config, _kind(local)) for local in set(is_local)}
         heads = {True: LayerHeads(config.num_key_value_heads, config.head_dim)}
-        heads[False] = LayerHeads(config.num_global_key_value_heads, config.global_head_dim, config.attention_k_eq_v)
+        sizes = config.num_global_key_value_heads, config.global_head_dim
+        names = "num_global_key_value_heads", "global_head_dim"
+        heads[False] = LayerHeads(*sizes, config.attention_k_eq_v, names)
         return DecoderSpec(
             tuple(ropes[local] for local in is_local),
             windows_of_layers(config),
@@ -66,7 +68,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
 
     @staticmethod
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
-        return (MLPWithExperts if has_mlp_too(config) else DecoderMLP)(config, spec, tp, matmul)
+        return (MLPWithExperts if config.enable_moe_block else DecoderMLP)(config, spec, tp, matmul)
 
 
 def _kind(is_local: bool) -> str:

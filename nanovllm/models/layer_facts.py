@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,10 +17,25 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.mlp_with_experts import MLPWithExperts
 from nanovllm.models.plain import PlainQwen3
 
-Make = Callable[[int], AnyProblem]  # a product of a layer in the context's phase, for a number of tokens
+
+class LayerProduct(NamedTuple):
+    """A matrix product of a layer.
+
+    Attributes:
+        make: it in the context's phase, for a number of tokens.
+        reads_stream: whether it reads the residual stream, perhaps normalized; otherwise the result of the one before.
+        has_attention: whether attention lies between its result and the next product.
+    """
+
+    make: Callable[[int], AnyProblem]
+    reads_stream: bool
+    has_attention: bool = False
+
+    def __call__(self, num_tokens: int) -> AnyProblem:
+        return self.make(num_tokens)
 
 
-def layer_products(layer: Any) -> list[Make]:
+def layer_products(layer: Any) -> list[LayerProduct]:
     """A DecoderLayer's matrix products on new tensors with arbitrary content.
 
     First those that every layer has: the input projection of attention or linear attention, and the output projection;
@@ -28,31 +43,39 @@ def layer_products(layer: Any) -> list[Make]:
     experts beside an MLP; gate and up, and down, of a shared expert."""
     mixer, mlp, products = layer.mixer, layer.mlp, _main_products(layer)
     if isinstance(mixer, GatedDeltaNet):
-        products += [_linear("linear", each, layer.input_layernorm) for each in mixer.input_projections()[1:]]
+        products += [_from_stream("linear", each, layer.input_layernorm) for each in mixer.input_projections()[1:]]
     if isinstance(mlp, MLPWithExperts):
         mixture = mlp.beside
-        products += [_linear("linear", mixture.gate, mixture.router_norm), _experts(mixture, False, mlp.experts_norm)]
+        products += [_from_stream("linear", mixture.gate, mixture.router_norm)]
+        products += [_experts(mixture, False, mlp.experts_norm)]
     if isinstance(mlp, MixtureOfExperts) and mlp.shared_expert is not None:
         norm, shared = layer.post_attention_layernorm, mlp.shared_expert
-        products += [_linear("linear_silu", shared.gate_up_proj, norm), _linear("linear_add", shared.down_proj)]
+        products += [_from_stream("linear_silu", shared.gate_up_proj, norm), _linear("linear_add", shared.down_proj)]
     return products
 
 
-def _main_products(layer: Any) -> list[Make]:
+def _main_products(layer: Any) -> list[LayerProduct]:
     mixer, o, mlp, mlp_norm = layer.mixer, layer.output_proj, layer.mlp, layer.post_attention_layernorm
     projection = mixer.input_projections()[0] if isinstance(mixer, GatedDeltaNet) else mixer.qkv_proj
     # Of o_proj and down_proj, which add to the residual stream unless a norm is in between.
     operation = "linear"
     if layer.attention_output_norm is None:
         operation = "linear_add" if o.tp.size == 1 else "linear_sum"
-    products = [_linear("linear", projection, layer.input_layernorm), _linear(operation, o)]
+    has_attention = not isinstance(mixer, GatedDeltaNet)
+    first = _from_stream("linear", projection, layer.input_layernorm)._replace(has_attention=has_attention)
+    products = [first, _linear(operation, o)]
     if isinstance(mlp, MixtureOfExperts):
-        return [*products, _linear("linear", mlp.gate, mlp_norm), _experts(mlp, operation == "linear_add", mlp_norm)]
-    gate_up = _linear("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj, mlp_norm)
+        experts = _experts(mlp, operation == "linear_add", mlp_norm)
+        return [*products, _from_stream("linear", mlp.gate, mlp_norm), experts]
+    gate_up = _from_stream("linear_silu" if mlp.gelu is None else "linear", mlp.gate_up_proj, mlp_norm)
     return [*products, gate_up, _linear(operation, mlp.down_proj)]
 
 
-def _linear(operation: str, layer: LinearBase, norm: RMSNorm | None = None) -> Make:
+def _from_stream(operation: str, layer: LinearBase, norm: RMSNorm | None) -> LayerProduct:
+    return _linear(operation, layer, norm)._replace(reads_stream=True)
+
+
+def _linear(operation: str, layer: LinearBase, norm: RMSNorm | None = None) -> LayerProduct:
     """norm: of its input."""
 
     def make(num_tokens: int) -> Problem:
@@ -62,11 +85,11 @@ def _linear(operation: str, layer: LinearBase, norm: RMSNorm | None = None) -> M
         out = weight.new_empty(num_tokens, key.N) if operation in ("linear_add", "linear_sum") else None
         return Problem(key, Normed(x, norm) if norm else x, weight, product.bias, out)
 
-    return make
+    return LayerProduct(make, False)
 
 
-def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
-    """Every token gets its experts."""
+def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> LayerProduct:
+    """Every token gets its experts. They read the stream, and the router's result before them."""
 
     def make(num_tokens: int) -> ExpertsProblem:
         product = mlp.products["experts"]
@@ -80,7 +103,7 @@ def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> Make:
         down, out = mlp.experts.down_proj.matrix, torch.empty_like(x)
         return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens, **mlp.extras)
 
-    return make
+    return LayerProduct(make, True)
 
 
 def gate_up_weight(model: DecoderForCausalLM) -> Weight:
@@ -116,14 +139,15 @@ def attention_layers(model: DecoderForCausalLM) -> list[int]:
 
 def one_of_each_kind(layers: Any) -> list[int]:
     """The index of the first layer of each kind. Layers of one kind launch the same kernels."""
-    kinds = [(*_kind_of_mixer(layer.mixer), type(layer.mlp)) for layer in layers]
+    kinds = [_kind_of(layer) for layer in layers]
     return [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
 
 
-def _kind_of_mixer(mixer: Any) -> tuple:
-    if isinstance(mixer, GatedDeltaNet):
-        return (GatedDeltaNet,)
-    return mixer.rotary_emb is None, mixer.attn.window, mixer.head_dim, mixer.num_kv_heads
+def _kind_of(layer: Any) -> tuple:
+    """What chooses a layer's kernels: which parts it has, of which shapes, and what no parameter shows."""
+    attention, top_ks = layer.self_attn, [each.top_k for each in layer.modules() if isinstance(each, MixtureOfExperts)]
+    window = () if attention is None else (attention.rotary_emb is None, attention.attn.window, attention.head_dim)
+    return *window, *top_ks, *((name, weight.shape) for name, weight in layer.named_parameters())
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def load_model(model: Any, directory: str) -> None:
     """
     with ExitStack() as stack:
         tensors = _tensors_of(model, directory, stack)
-        wanted = _wanted_tensors(model)
+        wanted = wanted_tensors(model)
         _check_all(wanted, tensors, directory)
         _log_unread_files(Path(directory))
         # The largest first, so that no thread is left alone with one in the end.
@@ -105,7 +105,7 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
     Raises TypeError unless these are such pairs, and ValueError for a name that the model does not have, or that comes
     twice, and for a wrong shape or dtype.
     """
-    wanted, found = _wanted_tensors(model), {}
+    wanted, found = wanted_tensors(model), {}
     for theirs, tensor in _split_experts(model, pairs, wanted):
         has_prefix = isinstance(theirs, str) and theirs.startswith(tuple(model.checkpoint_prefixes))
         name = _our_name(theirs, model.checkpoint_prefixes) if has_prefix else theirs
@@ -156,7 +156,7 @@ def _is_no_bias(name: str, tensor: _Tensor) -> bool:
 
 def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill the parameters that these tensors stand for, by our names (`checked_tensors`)."""
-    wanted = _wanted_tensors(model)
+    wanted = wanted_tensors(model)
     for name, tensor in tensors:
         _load(name, _Tensor(tensor, Path("weights")), wanted[name])
 
@@ -164,7 +164,7 @@ def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> Non
 def check_checkpoint(model: Any, directory: str) -> None:
     """Raise what `load_model` would raise for the headers. The model may be on the meta device."""
     with ExitStack() as stack:
-        _check_all(_wanted_tensors(model), _tensors_of(model, directory, stack), directory)
+        _check_all(wanted_tensors(model), _tensors_of(model, directory, stack), directory)
 
 
 def has_other_head(directory: str, prefixes: Mapping[str, str]) -> bool:
@@ -217,7 +217,7 @@ def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
 
 def num_checkpoint_params(model: nn.Module) -> int:
     """Numbers in the whole model, on all ranks."""
-    found = _wanted_tensors(model).values()
+    found = wanted_tensors(model).values()
     weights = [wanted for wanted in found if not getattr(wanted.param, "is_scale", False)]
     return sum(math.prod(wanted.shape) * getattr(wanted.param, "numbers_each", 1) for wanted in weights)
 
@@ -368,7 +368,7 @@ def _remedy(needed: tuple[str, ...]) -> str:
     )
 
 
-def _wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
+def wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
     """Everything that the model needs, once each, by its name in the checkpoint."""
     wanted = {}
     for name, param in model.named_parameters():

@@ -1,15 +1,17 @@
-"""What a model takes of memory, from its shapes alone: nothing is allocated, and no file is read."""
+"""What a model takes of memory, and whether it can be divided, from its shapes alone: nothing is allocated, and no file
+is read."""
 
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from nanovllm.layers.backends.backend import AttentionShape
 from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.formats.all_formats import weight_format
+from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.make_model import make_model
 from nanovllm.models.registry import model_class
@@ -34,14 +36,40 @@ class ModelBytes(NamedTuple):
     per_slot: int
 
 
-def meta_model(config: Any, rank: int = 0) -> nn.Module:
+def make_meta_model(
+    hf_config: Any,
+    dtype: torch.dtype,
+    format: WeightFormat | None = None,
+    tp: TensorParallel | None = None,
+    max_position: int = 1,
+) -> DecoderForCausalLM:
+    """A model on the meta device. format: of its weights; None: unquantized. Raises ValueError, naming a number of
+    config.json, if the ranks cannot share its layers, or the format cannot store a rank's weights."""
+    args = max_position, TorchBackend(), tp or TensorParallel(), Matmul()
+    with weight_format(format):
+        return make_model(hf_config, dtype, torch.device("meta"), *args)
+
+
+def check_layers(config: Any) -> None:
+    """Raises ValueError, as `make_meta_model` does, if the layers of a `Config` cannot be made."""
+    format = config.weight_format
+    if format is None and config.tensor_parallel_size == 1:
+        return
+    model = meta_model(config)
+    if format is not None and not any(getattr(each, "format", None) == format for each in model.modules()):
+        raise ValueError(
+            f"quantization_config with quant_method {format.name!r}: is of experts alone, and this model has none; use "
+            "the unquantized checkpoint"
+        )
+
+
+def meta_model(config: Any, rank: int = 0) -> DecoderForCausalLM:
     """The model of an engine with this `Config`, as a rank has it, on the meta device. Raises MemoryError
     for a tensor of 2**63 bytes or more, which torch cannot describe."""
-    tp: Any = TensorParallel(rank, config.tensor_parallel_size)
-    shape = config.max_model_len, TorchBackend(), tp, Matmul()
+    tp = TensorParallel(rank, config.tensor_parallel_size)
     try:
-        with weight_format(config.weight_format):
-            return make_model(config.hf_config, config.dtype, torch.device("meta"), *shape)
+        # Before the limits are resolved, its length may be missing.
+        return make_meta_model(config.hf_config, config.dtype, config.weight_format, tp, config.max_model_len or 1)
     except RuntimeError as error:
         if "overflow" not in str(error):
             raise

@@ -1,4 +1,4 @@
-"""What a checkpoint's quantization_config says of its weights and KV cache, and whether a model's sizes suit it."""
+"""What a checkpoint's quantization_config says of its weights and KV cache."""
 
 import re
 from collections.abc import Mapping
@@ -82,44 +82,3 @@ def checkpoint_quantization(hf_config: Any) -> Quantization:
     """What the configuration of a model says of its checkpoint."""
     settings = getattr(hf_config, "quantization_config", None)
     return read_quantization(settings, "quantization_config") if settings else Quantization()
-
-
-def check_sizes(hf_config: Any, head_dim: int, format: WeightFormat, num_ranks: int) -> None:
-    """Raises ValueError, naming the size, if a model's weights, divided over the ranks, do not fit the format."""
-    sizes, rows = {"hidden_size": hf_config.hidden_size}, {}
-    if not format.experts_only:
-        sizes |= {
-            "num_attention_heads * head_dim": hf_config.num_attention_heads // num_ranks * head_dim,
-        }
-        rows["num_key_value_heads * head_dim"] = max(1, hf_config.num_key_value_heads // num_ranks) * head_dim
-    has_experts = getattr(hf_config, "num_experts", None) or getattr(hf_config, "num_local_experts", None)
-    if format.experts_only and not has_experts:
-        raise ValueError(
-            f"quantization_config with quant_method {format.name!r}: is of experts alone, and this model has none; use "
-            "the unquantized checkpoint"
-        )
-    if has_experts:
-        name = "moe_intermediate_size" if hasattr(hf_config, "moe_intermediate_size") else "intermediate_size"
-        sizes[name] = getattr(hf_config, name) // num_ranks
-    if getattr(hf_config, "shared_expert_intermediate_size", 0):
-        sizes["shared_expert_intermediate_size"] = hf_config.shared_expert_intermediate_size // num_ranks
-    if getattr(hf_config, "linear_num_value_heads", None):  # Heads are taken one by one from the checkpoint's tensors.
-        rows |= {"head_dim": head_dim}
-        rows |= {name: getattr(hf_config, name) for name in ("linear_key_head_dim", "linear_value_head_dim")}
-        num_values = hf_config.linear_num_value_heads // num_ranks * hf_config.linear_value_head_dim
-        sizes["linear_num_value_heads * linear_value_head_dim"] = num_values
-    mlp_only, sparse_step = (getattr(hf_config, name, None) for name in ("mlp_only_layers", "decoder_sparse_step"))
-    has_both = getattr(hf_config, "enable_moe_block", False)
-    if not has_experts or has_both or mlp_only or (sparse_step or 1) > 1:
-        sizes["intermediate_size"] = hf_config.intermediate_size // num_ranks
-    units = [(name, size, format.row_unit) for name, size in rows.items()]
-    units += [(name, size, format.unit) for name, size in sizes.items()]
-    for name, size, unit in units:
-        if size % unit:
-            where, fewer = f"tensor_parallel_size={num_ranks}", "fewer ranks, or "
-            if num_ranks == 1:
-                where, fewer = "quantization", ""
-            raise ValueError(
-                f"{where}: weights in {format.kind} need sizes that are multiples of {unit} on each rank, and "
-                f"its {name} would be {size}; use {fewer}the unquantized checkpoint without quantization"
-            )

@@ -34,42 +34,22 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
         return MixtureOfExperts(*sizes, normalize, tp, matmul, shared_size)
 
 
-def check_experts(config) -> None:
-    """Raises ValueError, naming the key, for numbers that cannot be."""
-    num_experts, top_k = count_experts(config), experts_per_token(config)
+def check_experts(config, top_k_name: str = "num_experts_per_tok") -> None:
+    """Raises ValueError, naming the key, for numbers that cannot be. top_k_name: of how many experts a token has."""
+    num_experts, top_k = count_experts(config), getattr(config, top_k_name, None)
     require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
     is_right = num_experts == 0 or is_int(top_k, 1, num_experts)
-    name = "top_k_experts" if has_mlp_too(config) else "num_experts_per_tok"
-    require(name, top_k, is_right, f"an integer in 1..{num_experts}")
+    require(top_k_name, top_k, is_right, f"an integer in 1..{num_experts}")
     for name in ("moe_intermediate_size", "decoder_sparse_step"):
         value = getattr(config, name, 1)
         require(name, value, is_int(value, 1), "an integer > 0")
 
 
 def has_experts(config, layer: int) -> bool:
-    """Whether a layer has experts instead of an MLP."""
-    is_excluded = layer in mlp_only_layers(config) or (layer + 1) % getattr(config, "decoder_sparse_step", 1)
+    """Whether a layer has experts instead of an MLP. Qwen3.5 has no mlp_only_layers."""
+    mlp_only = getattr(config, "mlp_only_layers", None) or []
+    is_excluded = layer in mlp_only or (layer + 1) % getattr(config, "decoder_sparse_step", 1)
     return not is_excluded and (count_experts(config) or 0) > 0
-
-
-def mlp_only_layers(config) -> list[int]:
-    """Layers that have an MLP, whatever decoder_sparse_step says. Qwen3.5 has none."""
-    return getattr(config, "mlp_only_layers", None) or []
-
-
-def expert_size(config) -> int:
-    """The intermediate size of an expert. Families without other MLPs call it intermediate_size."""
-    return getattr(config, "moe_intermediate_size", None) or config.intermediate_size
-
-
-def experts_per_token(config) -> int:
-    """Gemma 4 has another name for it."""
-    return config.top_k_experts if has_mlp_too(config) else config.num_experts_per_tok
-
-
-def has_mlp_too(config) -> bool:
-    """Whether layers have an MLP beside their experts. Only Gemma 4 has such."""
-    return bool(getattr(config, "enable_moe_block", False))
 
 
 def count_experts(config) -> int | None:

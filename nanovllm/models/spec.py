@@ -13,6 +13,7 @@ class LayerHeads(NamedTuple):
     num_kv_heads: int  # on all ranks
     head_dim: int  # of the queries too
     keys_are_values: bool = False  # before their norms and RoPE: the checkpoint has no projection of values
+    names: tuple[str, str] = "num_key_value_heads", "head_dim"  # of the two numbers in config.json, for messages
 
 
 @dataclass(frozen=True)

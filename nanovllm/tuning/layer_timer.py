@@ -19,6 +19,7 @@ from nanovllm.layers.matmul.candidates import make_candidates
 from nanovllm.layers.matmul.candidates.quack import Quack, load_product, load_quack
 from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem
 from nanovllm.layers.matmul.table import Choice
+from nanovllm.models.layer_facts import LayerProduct
 from nanovllm.tuning.timed_attention import TimedAttention
 from nanovllm.tuning.tuner import Picks
 from nanovllm.utils.context import Context, get_context, step_context
@@ -41,11 +42,11 @@ class LayerTimer:
     for its result. GELU, norms after o and down, and sums over ranks are left out: linear_sum is timed as linear_add.
     """
 
-    def __init__(self, problems: Sequence[AnyProblem], attention: TimedAttention, has_attention: bool = True):
-        """problems: of `layer_facts.layer_products`, for any number of tokens. Their tensors are not used.
-        has_attention: whether the layer has it. Linear attention is left out."""
-        self.problems = tuple(problems)
-        self.attention, self._has_attention = attention, has_attention
+    def __init__(self, products: Sequence[LayerProduct], attention: TimedAttention):
+        """products: `layer_facts.layer_products`. Their tensors are not used. attention: between two of them, if the
+        layer has it. Linear attention is left out."""
+        self.products, problems = tuple(products), [product(1) for product in products]
+        self.attention = attention
         self.device = device = attention.shape.device
         keys = [problem.key for problem in problems]
         are_quantized = [problem.weight.scale is not None for problem in problems]
@@ -113,7 +114,7 @@ class LayerTimer:
         return self._contexts[key]
 
     def _time_layer(self, phase: str, num_tokens: int, picks: Picks) -> float:
-        hidden_size = self.problems[0].key.K
+        hidden_size = len(self._norm.weight)
         residual = torch.randn(num_tokens, hidden_size, dtype=self._norm.weight.dtype, device=self.device)
 
         def run() -> None:
@@ -140,27 +141,27 @@ class LayerTimer:
         return graph.replay
 
     def _run_layer(self, residual: torch.Tensor, layer: list[AnyProblem], picks: Picks) -> None:
-        """The first product, the third and those with a norm read the residual stream. The others read what came
-        before, and add to the stream unless a norm is in between. Experts add in any case: what follows those beside an
-        MLP is left out."""
+        """What does not read the residual stream adds to it, unless a norm is in between. Experts add in any case: what
+        follows those beside an MLP is left out."""
         context = get_context()
         y: Any = residual
-        for i, (problem, choice) in enumerate(zip(layer, picks, strict=True)):
-            y = self._launch(self._with_tensors(problem, i, residual, y, residual), choice)
-            if i == 0 and self._has_attention and not context.is_prefill:
+        for product, problem, choice in zip(self.products, layer, picks, strict=True):
+            y = self._launch(self._with_tensors(problem, product.reads_stream, residual, y, residual), choice)
+            if product.has_attention and not context.is_prefill:
                 y = self.attention(y, context)
 
-    def _with_tensors(self, problem: AnyProblem, i: int, stream: torch.Tensor, before: Any, out: Any) -> AnyProblem:
-        """The layer's i-th product, in this step's phase. stream: the residual stream that it may read. before: the
+    def _with_tensors(
+        self, problem: AnyProblem, reads_stream: bool, stream: torch.Tensor, before: Any, out: Any
+    ) -> AnyProblem:
+        """A product of the layer, in this step's phase. stream: the residual stream, if it reads that. before: the
         result before it. out: what it may add to."""
-        has_norm = isinstance(problem.x, Normed)
-        hidden = Normed(stream, self._norm) if has_norm else stream
+        hidden = Normed(stream, self._norm) if isinstance(problem.x, Normed) else stream
         key = problem.key._replace(phase="prefill" if get_context().is_prefill else "decode")
         if isinstance(problem, ExpertsProblem):
             lens = get_context().context_lens
             logits = before[:, : key.experts]
             return problem._replace(key=key, x=hidden, logits=logits, out=out, add=True, context_lens=lens)
-        if i in (0, 2) or has_norm:
+        if reads_stream:
             return problem._replace(key=key, x=hidden)
         x = before if isinstance(before, Gated) else before[:, : key.K]
         if key.operation == "linear":
@@ -172,15 +173,15 @@ class LayerTimer:
 
     def _problem(self, i: int, num_tokens: int) -> AnyProblem:
         """A problem on numbers of order one."""
-        problem = self._layers[0][i]
+        problem, reads_stream = self._layers[0][i], self.products[i].reads_stream
         key, weight = problem.key, problem.weight
         stream, out = (weight.new_empty(num_tokens, key.K).normal_() for _ in range(2))
         before = stream
         if isinstance(problem, ExpertsProblem):
             before = weight.new_empty(num_tokens, key.experts).normal_()
-        elif i not in (0, 2):
+        elif not reads_stream:
             out = weight.new_empty(num_tokens, key.N).normal_()
-        return self._with_tensors(problem, i, stream, before, out)
+        return self._with_tensors(problem, reads_stream, stream, before, out)
 
     def _is_right(self, phase: str, num_tokens: int, i: int, choice: Choice) -> bool:
         """Whether the candidate supports the product and gives the default's result, except for rounding. Raises what

@@ -12,10 +12,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.backends.backend import AttentionShape
-from nanovllm.layers.backends.torch_backend import TorchBackend
-from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.matmul.candidates import ALL, Quack, QuackExperts
-from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem
 from nanovllm.layers.matmul.table import (
     Choice,
@@ -30,7 +27,7 @@ from nanovllm.layers.matmul.table import (
 )
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import layer_products, one_of_each_kind
-from nanovllm.models.make_model import make_model
+from nanovllm.models.model_size import make_meta_model
 from nanovllm.tuning.journal import Journal
 from nanovllm.tuning.progress import Progress
 from nanovllm.tuning.tuner import DECODE_TOKENS, PREFILL_TOKENS, Picks, Result, Tuner
@@ -110,7 +107,7 @@ def _tune_layer(
 
     problems, gpu = layer_problems(layer), GpuFacts.of(shape.device)
     attention = TimedAttention(shape, present, max(DECODE_TOKENS))
-    timer = LayerTimer(problems, attention, has_attention=layer.self_attn is not None)
+    timer = LayerTimer(layer_products(layer), attention)
     keys, top_k = keys_and_top_k(problems)
     tuner = Tuner(keys, present, timer.candidates.values(), gpu.num_multiprocessors, timer.fitted, top_k, settled)
     versions = installed_versions(*_PACKAGES)
@@ -161,10 +158,8 @@ def meta_layers(model: str, num_gpus: int = 1, quantization: str | None = None) 
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
     # float16 takes the same time as bfloat16.
     config = Config(model, dtype="bfloat16", quantization=quantization, tensor_parallel_size=num_gpus, **options)
-    tp, meta = TensorParallel(size=num_gpus), torch.device("meta")
-    with weight_format(config.weight_format):
-        decoder: Any = make_model(config.hf_config, config.dtype, meta, 1, TorchBackend(), tp, Matmul())
-    layers = decoder.model.layers
+    decoder = make_meta_model(config.hf_config, config.dtype, config.weight_format, TensorParallel(size=num_gpus))
+    layers: Any = decoder.model.layers
     return [layers[i] for i in one_of_each_kind(layers)]
 
 

@@ -91,7 +91,7 @@ def test_two_ranks_with_whole_blocks(tmp_path):
 
 
 def test_blocks_that_ranks_would_cut_are_refused(tmp_path):
-    path = make_fp8_checkpoint(tmp_path, in_blocks=True)
+    path = make_fp8_checkpoint(tmp_path, in_blocks=True, intermediate_size=512)
     message = r"tensor_parallel_size=2: .* blocks of 128 x 128 .* of 128 .* num_key_value_heads \* head_dim .* 64"
     with pytest.raises(ValueError, match=message):
         make_llm(path, tensor_parallel_size=2)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import make_checkpoint, make_llm
-from configs import TUNED
+from configs import TUNED, dummy
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -14,9 +14,8 @@ from nanovllm.config import Config
 from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.parallel.tensor_parallel import TensorParallel, check_shardable
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models import loader
-from nanovllm.models.presets import preset_config
 from nanovllm.models.registry import model_class
 
 HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, VOCAB_SIZE = 32, 8, 2, 307
@@ -149,7 +148,7 @@ def test_random_weights_that_every_rank_holds_are_the_same(path):
 @pytest.mark.parametrize("size", [1, 2, 4, 8])
 def test_every_tuned_size_can_be_shared(size):
     for name in TUNED:
-        check_shardable(preset_config(name), size)
+        dummy(model=name, device="cpu", tensor_parallel_size=size)
 
 
 @pytest.mark.parametrize(

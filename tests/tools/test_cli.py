@@ -108,7 +108,7 @@ def test_without_a_gpu_it_says_so(capsys):
 class GemvWins:
     """Stands for LayerTimer: the GEMV kernel is the fastest of what there is."""
 
-    def __init__(self, problems, attention, has_attention):
+    def __init__(self, products, attention):
         from nanovllm.layers.matmul.candidates import Cublas, Gemv
 
         self.candidates = {"cublas": Cublas(), "gemv": Gemv()}

@@ -19,6 +19,7 @@ from nanovllm.layers.matmul.candidates.gemv import Gemv
 from nanovllm.layers.matmul.candidates.split_k import SplitK
 from nanovllm.layers.matmul.problem import AnyProblem
 from nanovllm.layers.matmul.table import Choice, package_table
+from nanovllm.models.layer_facts import LayerProduct
 from nanovllm.tuning import layer_timer
 from nanovllm.tuning.layer_timer import LayerTimer
 from nanovllm.tuning.timed_attention import TimedAttention
@@ -36,6 +37,20 @@ def linear(operation: str, N: int, K: int, dtype=HALF, format="float16", has_nor
     x = torch.empty(1, K, dtype=dtype)
     weight = format_of_table(format).quantize(torch.zeros(N, K, dtype=dtype), dtype)
     return problem(operation, Normed(x, RMSNorm(K)) if has_norm else x, weight)
+
+
+def layer_timer_of(problems: list[AnyProblem], attention: TimedAttention) -> LayerTimer:
+    """Of a layer that begins with q, k and v, o, and gate and up or a router. All others read what is before them, if
+    no norm is."""
+    products = [
+        LayerProduct(lambda _, problem=problem: problem, i in (0, 2) or isinstance(problem.x, Normed), i == 0)
+        for i, problem in enumerate(problems)
+    ]
+    return LayerTimer(products, attention)
+
+
+def problems_of(timer: LayerTimer) -> list[AnyProblem]:
+    return [product(1) for product in timer.products]
 
 
 def timed_attention(num_heads: int, head_dim: int, dtype: torch.dtype) -> TimedAttention:
@@ -71,7 +86,7 @@ def timer(request, monkeypatch) -> LayerTimer:
     add = request.param
     shapes = [("linear", ATTENTION + 32, HIDDEN), (add, HIDDEN, ATTENTION), ("linear_silu", 2 * INTERMEDIATE, HIDDEN)]
     shapes.append((add, HIDDEN, INTERMEDIATE))
-    return LayerTimer([linear(*shape) for shape in shapes], timed_attention(3, 16, HALF))
+    return layer_timer_of([linear(*shape) for shape in shapes], timed_attention(3, 16, HALF))
 
 
 @pytest.fixture
@@ -80,7 +95,7 @@ def experts_timer(monkeypatch, timer) -> LayerTimer:
     for module in (expert_tiles, experts_gemv):
         monkeypatch.setattr(module, "use_kernels", lambda x: True)
     experts = experts_problem(6, 2 * INTERMEDIATE, HIDDEN, 2, HALF, "float16")
-    return LayerTimer([*timer.problems[:2], linear("linear", 6, HIDDEN), experts], timer.attention)
+    return layer_timer_of([*problems_of(timer)[:2], linear("linear", 6, HIDDEN), experts], timer.attention)
 
 
 EXPERTS_GEMV = Choice("experts-gemv", ((8, 32, 1), (4, 64, 1)))
@@ -100,10 +115,10 @@ def test_a_layer_with_experts(experts_timer):
 def test_products_beside_the_main_ones(experts_timer):
     """A second projection of the input, router and experts after an MLP, and a shared expert: the projection, the
     router and gate and up read the stream, experts and down what came before."""
-    mlp, experts = experts_timer.problems[:2], experts_timer.problems[2:]
+    mlp, experts = problems_of(experts_timer)[:2], problems_of(experts_timer)[2:]
     mlp += (linear("linear_silu", 2 * INTERMEDIATE, HIDDEN), linear("linear_add", HIDDEN, INTERMEDIATE))
     shared = linear("linear_silu", 32, HIDDEN), linear("linear_add", HIDDEN, 16)
-    timer = LayerTimer([*mlp, linear("linear", 6, HIDDEN), *experts, *shared], experts_timer.attention)
+    timer = layer_timer_of([*mlp, linear("linear", 6, HIDDEN), *experts, *shared], experts_timer.attention)
     picks = [*(CUBLAS,) * 6, EXPERTS_GEMV, GEMV, CUBLAS]
     for phase in ("decode", "prefill"):
         assert timer(phase, 3, tuple(picks)) == len(timer._layers) == 2
@@ -135,9 +150,9 @@ def test_layers_in_fp8(experts_timer, monkeypatch, dtype):
     attention = [quantized("linear", 384, 128), quantized("linear_add", 128, 128)]
     mlp = [quantized("linear_silu", 512, 128), quantized("linear_add", 128, 256)]
     heads = timed_attention(1, 128, half)
-    assert LayerTimer([*attention, *mlp], heads)("prefill", 3, (default,) * 4) == 2
+    assert layer_timer_of([*attention, *mlp], heads)("prefill", 3, (default,) * 4) == 2
     router = linear("linear", 6, 128, half, "bfloat16")
-    timer = LayerTimer([*attention, router, experts_problem(6, 256, 128, 2, half, dtype)], heads)
+    timer = layer_timer_of([*attention, router, experts_problem(6, 256, 128, 2, half, dtype)], heads)
     experts = timer._layers[0][3]
     assert experts.weight.table_name == experts.down.table_name == dtype
     assert (experts.weight.shape, experts.down.shape) == ((6, 256, 128), (6, 128, 128))
@@ -156,7 +171,7 @@ def test_layers_in_4_bits(timer):
     attention = [quantized("linear", 384, 128), quantized("linear_add", 128, 128)]
     mlp = [quantized("linear_silu", 512, 128), quantized("linear_add", 128, 256)]
     heads = timed_attention(1, 128, half)
-    in_int4 = LayerTimer([*attention, *mlp], heads)
+    in_int4 = layer_timer_of([*attention, *mlp], heads)
     for phase in ("decode", "prefill"):
         assert in_int4(phase, 3, (default,) * 4) == len(in_int4._layers) == 2
     plain = [linear(*shape, half, "bfloat16") for shape in (("linear", 384, 128), ("linear_add", 128, 128))]
@@ -165,7 +180,9 @@ def test_layers_in_4_bits(timer):
     biases = {"bias": torch.empty(6, 256, dtype=half, device="meta")}
     biases |= {"down_bias": torch.empty(6, 128, dtype=half, device="meta")}
     biases |= {"scales": torch.empty(6, dtype=half, device="meta")}
-    in_mxfp4 = LayerTimer([*plain, router, experts_problem(6, 256, 128, 2, half, "mxfp4")._replace(**biases)], heads)
+    in_mxfp4 = layer_timer_of(
+        [*plain, router, experts_problem(6, 256, 128, 2, half, "mxfp4")._replace(**biases)], heads
+    )
     _, o, _, experts = in_mxfp4._layers[0]
     assert (o.bias.device, o.bias.shape) == (CPU, (128,)), "what a candidate does with a bias is timed"
     assert (experts.bias.shape, experts.down_bias.shape, experts.scales.shape) == ((6, 256), (6, 128), (6,))
@@ -219,7 +236,7 @@ def test_a_layer_with_norms_after_its_blocks(timer, monkeypatch, has_norm):
         linear(gate_up_operation, 2 * INTERMEDIATE, HIDDEN, has_norm=has_norm),
         linear("linear", HIDDEN, INTERMEDIATE, has_norm=False),
     ]
-    timer = LayerTimer(problems, timer.attention)
+    timer = layer_timer_of(problems, timer.attention)
     assert timer("decode", 3, (CUBLAS,) * 4) == len(timer._layers) == 2
     layer = launched[-4:]
     assert [each.key.operation for each in layer] == ["linear", "linear", gate_up_operation, "linear"]

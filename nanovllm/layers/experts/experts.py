@@ -33,11 +33,22 @@ class ExpertsLinear(nn.Module):
     weight_loader: Any
     bias_loader: Any
 
-    def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
-        """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
+    def __init__(
+        self,
+        num_experts: int,
+        shape: tuple[int, int],
+        shards: dict,
+        bias: bool,
+        tp: TensorParallel,
+        rows: tuple[str, int],
+        columns: tuple[str, int],
+    ):
+        """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`. rows, columns: as for
+        `WeightFormat.check_sizes`."""
         super().__init__()
         self.tp = tp
         self.format = get_weight_format(of_experts=True)
+        self.format.check_sizes([rows], columns, tp.size)
         all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
         parameters = self.format.parameters((num_experts, *shape), all_shards, self.weight_loader)
         self.register_parameter("bias", None)
@@ -58,10 +69,13 @@ class ExpertsLinear(nn.Module):
 class ColumnParallelExperts(ExpertsLinear):
     """Gate and up projection of each expert, whose rows are split over the ranks. Shard ids: (expert, 0 or 1)."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel):
-        self.num_rows = tp.shard(intermediate_size, "moe_intermediate_size")
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel, size_name: str
+    ):
+        self.num_rows = tp.shard(intermediate_size, size_name)
         shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
-        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, bias, tp)
+        names = (size_name, self.num_rows), ("hidden_size", hidden_size)
+        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, bias, tp, *names)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, int]) -> None:
         expert, part = shard_id
@@ -73,10 +87,13 @@ class ColumnParallelExperts(ExpertsLinear):
 class RowParallelExperts(ExpertsLinear):
     """Down projection of each expert, whose columns are split over the ranks. Shard ids: (expert, None)."""
 
-    def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, bias: bool, tp: TensorParallel):
+    def __init__(
+        self, num_experts: int, intermediate_size: int, hidden_size: int, bias: bool, tp: TensorParallel, size_name: str
+    ):
         shards = {None: (hidden_size, intermediate_size)}
-        shape = hidden_size, tp.shard(intermediate_size, "moe_intermediate_size")
-        super().__init__(num_experts, shape, shards, bias, tp)
+        shape = hidden_size, tp.shard(intermediate_size, size_name)
+        names = ("hidden_size", hidden_size), (size_name, shape[1])
+        super().__init__(num_experts, shape, shards, bias, tp, *names)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
         param.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
@@ -93,10 +110,12 @@ class RowParallelExperts(ExpertsLinear):
 class Experts(nn.Module):
     """The weights of all experts, under their names in checkpoints."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel):
+    def __init__(
+        self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel, size_name: str
+    ):
         super().__init__()
-        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, bias, tp)
-        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, bias, tp)
+        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, bias, tp, size_name)
+        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, bias, tp, size_name)
 
 
 class Router(ReplicatedLinear):
@@ -127,8 +146,9 @@ class SharedExpert(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel, matmul: Matmul):
         super().__init__()
-        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, tp=tp, matmul=matmul)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, tp=tp, matmul=matmul)
+        options: Any = {"tp": tp, "matmul": matmul, "size_name": "shared_expert_intermediate_size"}
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, **options)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **options)
 
 
 class MixtureOfExperts(nn.Module):
@@ -152,11 +172,13 @@ class MixtureOfExperts(nn.Module):
         activation: Activation = SWIGLU,
         router_norm: RMSNorm | None = None,
         has_scales: bool = False,
+        size_name: str = "moe_intermediate_size",
     ):
         """intermediate_size: of one expert. normalize: whether a token's weights are divided by their sum. shared_size:
         the intermediate size of the shared expert; 0 for none. biases: whether router and experts have some.
         activation: of each expert's gate and up. router_norm: of the router, if it is another one than the experts'.
-        has_scales: whether each expert has a number that its output is multiplied by, `expert_scales`."""
+        has_scales: whether each expert has a number that its output is multiplied by, `expert_scales`. size_name: what
+        config.json calls the intermediate size."""
         super().__init__()
         self.tp, self.top_k, self.normalize, self.activation = tp, top_k, normalize, activation
         with weight_format(None):
@@ -164,7 +186,7 @@ class MixtureOfExperts(nn.Module):
         self.router_norm = router_norm
         self.expert_scales = nn.Parameter(torch.ones(num_experts)) if has_scales else None
         self.shared_expert: Any = SharedExpert(hidden_size, shared_size, tp, matmul) if shared_size else None
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, biases, tp)
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, biases, tp, size_name)
         self.products = Products(matmul, self.experts.gate_up_proj)
 
     @property

@@ -1,7 +1,7 @@
 """A weight's format: how it is declared, allocated, loaded, quantized and multiplied. One file a format."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -109,6 +109,23 @@ class WeightFormat(ABC):
     def row_unit(self) -> int:
         """The same of its rows."""
         return self.unit
+
+    def check_sizes(self, rows: Iterable[tuple[str, int]], columns: tuple[str, int], num_ranks: int) -> None:
+        """Raises ValueError, naming the size, if it cannot store a rank's part of a weight.
+
+        Args:
+            rows: what config.json calls them, and how many are cut from a tensor of the checkpoint at once.
+            columns: the same of the columns, and how many a rank has.
+        """
+        for name, size, unit in [*((*each, self.row_unit) for each in rows), (*columns, self.unit)]:
+            if size % unit:
+                where, fewer = f"tensor_parallel_size={num_ranks}", "fewer ranks, or "
+                if num_ranks == 1:
+                    where, fewer = "quantization", ""
+                raise ValueError(
+                    f"{where}: weights in {self.kind} need sizes that are multiples of {unit} on each rank, and "
+                    f"its {name} would be {size}; use {fewer}the unquantized checkpoint without quantization"
+                )
 
     def shape_of(self, values: Tensor) -> torch.Size:
         """`[..., N, K]`, of a format that has several numbers in one too."""

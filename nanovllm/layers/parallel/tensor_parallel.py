@@ -31,14 +31,19 @@ class TensorParallel:
     reducer: ResidualReducer | None = None  # adds to the residual stream over such memory
 
     def shard(self, size: int, what: str) -> int:
-        """This rank's part of `size`. Raises ValueError if the ranks do not divide it."""
-        _check_divides(self.size, size, what)
+        """This rank's part of `size`, which config.json calls `what`. Raises ValueError if there is a remainder."""
+        if size % self.size:
+            raise ValueError(f"tensor_parallel_size={self.size}: must divide the model's {what} ({size})")
         return size // self.size
 
-    def shard_kv_heads(self, num_kv_heads: int) -> tuple[int, int]:
+    def shard_kv_heads(self, num_kv_heads: int, what: str = "num_key_value_heads") -> tuple[int, int]:
         """First KV head and number of KV heads of this rank: its share, or with fewer heads than ranks the one that
         its query heads read. Raises ValueError if neither works out."""
-        _check_kv_heads(self.size, num_kv_heads)
+        if num_kv_heads % self.size and self.size % num_kv_heads:
+            raise ValueError(
+                f"tensor_parallel_size={self.size}: must divide the model's {what} ({num_kv_heads}), or be a multiple "
+                "of it"
+            )
         num_heads = max(1, num_kv_heads // self.size)
         return self.rank * num_kv_heads // self.size, num_heads
 
@@ -64,27 +69,6 @@ class TensorParallel:
         if self.size > 1:
             _run(self.group.broadcast, [x], _in_stream_order(BroadcastOptions()))
         return x
-
-
-def check_shardable(hf_config, size: int) -> None:
-    """Raises ValueError, naming the number, if `size` ranks cannot share a model of this configuration."""
-    for name in ("num_attention_heads", "intermediate_size", "moe_intermediate_size"):
-        if getattr(hf_config, name, None) is not None:
-            _check_divides(size, getattr(hf_config, name), name)
-    _check_kv_heads(size, getattr(hf_config, "num_key_value_heads", hf_config.num_attention_heads))
-    _check_kv_heads(size, getattr(hf_config, "num_global_key_value_heads", 1), "num_global_key_value_heads")
-
-
-def _check_divides(size: int, number: int, what: str) -> None:
-    if number % size:
-        raise ValueError(f"tensor_parallel_size={size}: must divide the model's {what} ({number})")
-
-
-def _check_kv_heads(size: int, num_kv_heads: int, name: str = "num_key_value_heads") -> None:
-    if num_kv_heads % size and size % num_kv_heads:
-        raise ValueError(
-            f"tensor_parallel_size={size}: must divide the model's {name} ({num_kv_heads}), or be a multiple of it"
-        )
 
 
 def _in_stream_order(options):
