@@ -6,7 +6,7 @@ import pytest
 from checkpoints import make_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.requests.chat import ChatRenderer, as_tools
+from nanovllm.engine.requests.chat import as_tools
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
 PARAMS = SamplingParams(temperature=0, max_tokens=12)
@@ -254,7 +254,7 @@ def test_roles_may_expect_content_in_different_forms(llm):
 def rendered(llm, messages, **options) -> list[str]:
     """The text of each prompt, special tokens and all."""
     options = {"chat_template": None, "chat_template_kwargs": None, "tools": None} | options
-    return [llm.tokenizer.decode(ids) for ids in ChatRenderer(llm.tokenizer).render(messages, **options)]
+    return [llm.tokenizer.decode(ids) for ids in llm.prompt_encoder.encode_chats(messages, **options)]
 
 
 def a_call(arguments, **outer) -> list[dict]:

@@ -21,8 +21,10 @@ _ENCODING_KEYS = {
     *("length", "overflowing_tokens", "num_truncated_tokens", "overflow_to_sample_mapping"),
 }
 _KEYS = {"prompt", "prompt_token_ids"}
-_BYTES = bytes | bytearray | memoryview
-_FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': ...}, a tokenizer's output"
+_FORMS = (
+    "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': ...}, a tokenizer's whole output with its"
+)
+_FORMS += " attention_mask, or a list of these"
 
 
 def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> Iterable[Prompt]:
@@ -43,39 +45,26 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> It
         if _KEYS.isdisjoint(prompts):
             raise TypeError(f"{name}: {_describe_keys(prompts)}")
         return [prompts]
-    if hasattr(prompts, "columns"):
-        raise TypeError(f"{name}: a {_name(prompts)} is a table, not prompts; pass one column, such as df['prompt']")
-    if isinstance(prompts, set | frozenset):
-        raise TypeError(f"{name}: a {_name(prompts)} has no order to give the results in; pass a list")
     values = _plain(prompts)
     if isinstance(values, str):  # an array without a dimension
         return [values]
-    if isinstance(prompts, _BYTES) or not isinstance(values, Iterable):
-        raise TypeError(f"{name}: must be {_FORMS}, or an iterable of these, not {_name(prompts)}")
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}: must be {_FORMS}, not {_name(prompts)}")
     if getattr(prompts, "ndim", 1) == 2 and len(prompts) > 1:
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is not None and any(pad in (row[0], row[-1]) for row in values if row):
-            raise ValueError(
-                f"{name}: an array with the padding token {pad} at an end of a row; pass the tokenizer's whole output, "
-                "whose attention_mask tells padding from text, or a list of rows without padding"
-            )
+            raise ValueError(f"{name}: must be {_FORMS}, not an array with the padding token {pad} at an end of a row")
     return [values] if isinstance(values, Sequence) and _is_flat(values) else values
 
 
 def read_prompt(prompt: Any) -> str | list[int]:
     """A prompt's text or token ids. The items of the list are not checked. Raises TypeError or ValueError."""
-    if isinstance(prompt, str):
-        try:
-            prompt.encode()  # The tokenizer's own message for a lone surrogate is that this is no text.
-        except UnicodeError as error:
-            raise ValueError(f"cannot be encoded: {error}") from error
     if isinstance(prompt, str | list):
         return prompt
     if isinstance(prompt, Mapping):
         return _read_mapping(prompt)
-    is_other = isinstance(prompt, set | frozenset | _BYTES) or hasattr(prompt, "columns")
-    token_ids = prompt if is_other else _plain(prompt)
-    if is_other or not isinstance(token_ids, Iterable):
+    token_ids = _plain(prompt)
+    if not isinstance(token_ids, Iterable):
         raise TypeError(f"must be a string or a list of integer token ids, not {_name(prompt)}")
     if getattr(prompt, "ndim", 1) == 2 and len(prompt) == 1:  # a tokenizer's return_tensors for one text
         (token_ids,) = token_ids
@@ -99,10 +88,11 @@ def _read_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
         if isinstance(token_ids, str | Mapping):
             raise TypeError(f"'prompt_token_ids' must be a list of integer token ids, not {_name(token_ids)}")
         return read_prompt(token_ids)
-    text = given["prompt"]
-    if not isinstance(text, str):
-        raise TypeError(f"'prompt' must be a string, not {_name(text)}; token ids go into 'prompt_token_ids'")
-    return read_prompt(text)
+    if not isinstance(given["prompt"], str):
+        raise TypeError(
+            f"'prompt' must be a string, not {_name(given['prompt'])}; token ids go into 'prompt_token_ids'"
+        )
+    return given["prompt"]
 
 
 def _describe_keys(prompt: Mapping[str, Any]) -> str:
@@ -117,13 +107,15 @@ def _encoded_rows(encoding: Mapping[str, Any], where: str = "") -> list[list[int
         raise ValueError(f"{where}{unknown} cannot be used with 'input_ids'; leave it out")
     rows, masks = (_plain(encoding.get(key)) for key in ("input_ids", "attention_mask"))
     if not isinstance(rows, list | tuple):
-        raise TypeError(f"{where}'input_ids' must be a list of integer token ids, or of such lists, not {_name(rows)}")
+        raise TypeError(
+            f"{where}'input_ids' must be a list of integer token ids, or of such lists, not {_name(encoding['input_ids'])}"
+        )
     if not rows or _is_number(rows[0]):
         rows, masks = [rows], None if masks is None else [masks]
     rows = [_plain(row) for row in rows]
-    if masks is None:
+    if encoding.get("attention_mask") is None:
         return rows
-    masks = [_plain(mask) for mask in masks]
+    masks = [_plain(mask) for mask in masks or ()]
     lengths = [[len(row) if isinstance(row, list | tuple) else None for row in each] for each in (rows, masks)]
     if None in lengths[0] or lengths[0] != lengths[1]:
         raise ValueError(f"{where}'input_ids' and 'attention_mask' differ in shape")
@@ -131,8 +123,11 @@ def _encoded_rows(encoding: Mapping[str, Any], where: str = "") -> list[list[int
 
 
 def _plain(values: Any) -> Any:
-    """An array's, tensor's or column's elements as a list, which is far faster to iterate; others as they are."""
-    return values.tolist() if hasattr(values, "tolist") and not isinstance(values, _BYTES) else values
+    """An array's, tensor's or column's elements as a list, which is far faster to iterate; others as they are. None for
+    what can be iterated, but holds no prompts or token ids in an order: tables, sets and bytes."""
+    if isinstance(values, set | frozenset | bytes | bytearray | memoryview) or hasattr(values, "columns"):
+        return None
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _is_flat(values: Sequence[Any]) -> bool:
