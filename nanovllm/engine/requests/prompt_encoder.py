@@ -68,17 +68,9 @@ class PromptEncoder:
                 raise ValueError(f"conversation {i}: {token_ids}") from token_ids
         return encoded
 
-    def encode_chat(
-        self,
-        conversation: Any,
-        chat_template: Any = None,
-        tools: Any = None,
-        chat_template_kwargs: dict[str, Any] | None = None,
-        needed: Iterable[str] = (),
-    ) -> list[int]:
-        """Token ids of one conversation that is to be answered. Raises as encode_chats, but does not name the
+    def encode_chat(self, conversation: Any, *arguments: Any) -> list[int]:
+        """Token ids of one conversation that is to be answered. As encode_chats, but errors do not name the
         conversation."""
-        arguments = (chat_template, chat_template_kwargs, tools, needed)
         try:
             (token_ids,) = self.encode_chats([conversation], *arguments, add_generation_prompt=True)
         except ValueError as error:

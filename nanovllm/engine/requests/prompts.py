@@ -20,11 +20,10 @@ _ENCODING_KEYS = {
     *("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "offset_mapping"),
     *("length", "overflowing_tokens", "num_truncated_tokens", "overflow_to_sample_mapping"),
 }
-_KEYS = {"prompt", "prompt_token_ids"}
 _FORMS = (
-    "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': ...}, a tokenizer's whole output with its"
+    "must be a string, a list of integer token ids, {'prompt': a string}, {'prompt_token_ids': token ids} or a "
+    "tokenizer's whole output with its attention_mask"
 )
-_FORMS += " attention_mask, or a list of these"
 
 
 def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> Iterable[Prompt]:
@@ -40,20 +39,21 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> It
     if type(prompts) is list and prompts and type(prompts[0]) in (str, list):  # what most callers pass
         return prompts
     if isinstance(prompts, Mapping):
-        if "input_ids" in prompts:
-            return _encoded_rows(prompts, f"{name}: ")
-        if _KEYS.isdisjoint(prompts):
-            raise TypeError(f"{name}: {_describe_keys(prompts)}")
-        return [prompts]
+        try:
+            return _encoded_rows(prompts) if "input_ids" in prompts else [read_prompt(prompts)]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
     values = _plain(prompts)
     if isinstance(values, str):  # an array without a dimension
         return [values]
     if not isinstance(values, Iterable):
-        raise TypeError(f"{name}: must be {_FORMS}, not {_name(prompts)}")
+        raise TypeError(f"{name}: {_FORMS}, or a list of these, not {_describe(prompts)}")
     if getattr(prompts, "ndim", 1) == 2 and len(prompts) > 1:
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is not None and any(pad in (row[0], row[-1]) for row in values if row):
-            raise ValueError(f"{name}: must be {_FORMS}, not an array with the padding token {pad} at an end of a row")
+            raise ValueError(
+                f"{name}: {_FORMS}, or a list of these, not an array with the padding token {pad} at an end of a row"
+            )
     return [values] if isinstance(values, Sequence) and _is_flat(values) else values
 
 
@@ -62,54 +62,31 @@ def read_prompt(prompt: Any) -> str | list[int]:
     if isinstance(prompt, str | list):
         return prompt
     if isinstance(prompt, Mapping):
-        return _read_mapping(prompt)
+        if "input_ids" in prompt:
+            rows = _encoded_rows(prompt)
+            if len(rows) != 1:
+                raise ValueError(f"a tokenizer's output for {len(rows)} texts; pass it alone, or one for each prompt")
+            return rows[0]
+        given = {key: value for key, value in prompt.items() if value is not None}
+        has_ids = "prompt_token_ids" in given
+        value = given.get("prompt_token_ids" if has_ids else "prompt")
+        is_right = not isinstance(value, str | Mapping) if has_ids else isinstance(value, str)
+        if not is_right or given.keys() - {"prompt", "prompt_token_ids"}:
+            raise TypeError(f"{_FORMS}, not {_describe(prompt)}")
+        return read_prompt(value)
     token_ids = _plain(prompt)
     if not isinstance(token_ids, Iterable):
-        raise TypeError(f"must be a string or a list of integer token ids, not {_name(prompt)}")
+        raise TypeError(f"{_FORMS}, not {_describe(prompt)}")
     if getattr(prompt, "ndim", 1) == 2 and len(prompt) == 1:  # a tokenizer's return_tensors for one text
         (token_ids,) = token_ids
     return list(token_ids)
 
 
-def _read_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
-    if "input_ids" in prompt:
-        rows = _encoded_rows(prompt)
-        if len(rows) != 1:
-            raise ValueError(f"a tokenizer's output for {len(rows)} texts; pass it alone, or one for each prompt")
-        return rows[0]
-    given = {key: value for key, value in prompt.items() if value is not None}
-    if _KEYS.isdisjoint(given):
-        raise TypeError(_describe_keys(prompt))
-    unknown = ", ".join(sorted(map(quoted, given.keys() - _KEYS))[:5])
-    if unknown:
-        raise ValueError(f"{unknown} cannot be used; a prompt has 'prompt' or 'prompt_token_ids' alone")
-    if "prompt_token_ids" in given:
-        token_ids = given["prompt_token_ids"]
-        if isinstance(token_ids, str | Mapping):
-            raise TypeError(f"'prompt_token_ids' must be a list of integer token ids, not {_name(token_ids)}")
-        return read_prompt(token_ids)
-    if not isinstance(given["prompt"], str):
-        raise TypeError(
-            f"'prompt' must be a string, not {_name(given['prompt'])}; token ids go into 'prompt_token_ids'"
-        )
-    return given["prompt"]
-
-
-def _describe_keys(prompt: Mapping[str, Any]) -> str:
-    keys = ", ".join(quoted(key) for key in list(prompt)[:5]) or "no key"
-    return f"a {_name(prompt)} must have 'prompt', 'prompt_token_ids' or a tokenizer's 'input_ids'; this has {keys}"
-
-
-def _encoded_rows(encoding: Mapping[str, Any], where: str = "") -> list[list[int]]:
+def _encoded_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
     """Token ids of each text in a tokenizer's output, without the padding that its attention_mask marks."""
-    unknown = ", ".join(sorted(quoted(key) for key in encoding if key not in _ENCODING_KEYS)[:5])
-    if unknown:
-        raise ValueError(f"{where}{unknown} cannot be used with 'input_ids'; leave it out")
     rows, masks = (_plain(encoding.get(key)) for key in ("input_ids", "attention_mask"))
-    if not isinstance(rows, list | tuple):
-        raise TypeError(
-            f"{where}'input_ids' must be a list of integer token ids, or of such lists, not {_name(encoding['input_ids'])}"
-        )
+    if not isinstance(rows, list | tuple) or not encoding.keys() <= _ENCODING_KEYS:
+        raise TypeError(f"{_FORMS}, not {_describe(encoding)}")
     if not rows or _is_number(rows[0]):
         rows, masks = [rows], None if masks is None else [masks]
     rows = [_plain(row) for row in rows]
@@ -118,8 +95,14 @@ def _encoded_rows(encoding: Mapping[str, Any], where: str = "") -> list[list[int
     masks = [_plain(mask) for mask in masks or ()]
     lengths = [[len(row) if isinstance(row, list | tuple) else None for row in each] for each in (rows, masks)]
     if None in lengths[0] or lengths[0] != lengths[1]:
-        raise ValueError(f"{where}'input_ids' and 'attention_mask' differ in shape")
+        raise ValueError("'input_ids' and 'attention_mask' differ in shape")
     return [list(compress(row, mask)) for row, mask in zip(rows, masks, strict=True)]
+
+
+def _describe(given: object) -> str:
+    if not isinstance(given, Mapping):
+        return type(given).__name__
+    return f"{{{', '.join(f'{quoted(key)}: {type(given[key]).__name__}' for key in list(given)[:5])}}}"
 
 
 def _plain(values: Any) -> Any:
@@ -139,10 +122,6 @@ def _is_flat(values: Sequence[Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Number) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str | bytes))
-
-
-def _name(value: object) -> str:
-    return type(value).__name__
 
 
 def as_array(token_ids: list[int], vocab_size: int) -> array:
