@@ -67,14 +67,13 @@ class Preparer:
     def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
         """Raises nothing: what is wrong with a line is its error."""
         lines = [(position, raw, self._read(raw)) for position, raw in raw_lines]
-        texts = [line.prompt for _, _, line in lines if isinstance(line, Line) and isinstance(line.prompt, str)]
-        encoded = iter(self._encoder.encode(texts))
+        prompts: Any = [line.prompt for _, _, line in lines if isinstance(line, Line) and not line.is_chat]
+        encoded = iter(self._encoder.encode(prompts))
         prepared = []
         for position, raw, line in lines:
             result: Line | Exception = line
             if isinstance(line, Line):
-                is_text = isinstance(line.prompt, str)
-                prompt: Any = next(encoded) if is_text else self._encode_chat(line) if line.is_chat else line.prompt
+                prompt: Any = self._encode_chat(line) if line.is_chat else next(encoded)
                 # The engine's process gets no tools: many lines have the same thousands of characters.
                 is_wrong = isinstance(prompt, Exception)
                 result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())

@@ -1,6 +1,7 @@
 """PromptEncoder: from prompts to token ids, for the engine, jobs and the server. It needs no torch."""
 
 import logging
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,7 +25,7 @@ class PromptEncoder:
             max_len: tokens of the longest sequence, at most. None is unknown: a text of any length is tokenized.
             remedy: what to do about a text that is longer.
         """
-        self._tokenizer, self._max_len, self._remedy = tokenizer, max_len, remedy
+        self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
         self._renderer = ChatRenderer(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
 
@@ -68,11 +69,14 @@ class PromptEncoder:
                 raise ValueError(f"conversation {i}: {token_ids}") from token_ids
         return encoded
 
-    def encode_chat(self, conversation: Any, *arguments: Any) -> list[int]:
+    def encode_chat(
+        self, conversation: Any, template: Any = None, tools: Any = None, kwargs: Any = None, needed: Any = ()
+    ) -> list[int]:
         """Token ids of one conversation that is to be answered. As encode_chats, but errors do not name the
         conversation."""
         try:
-            (token_ids,) = self.encode_chats([conversation], *arguments, add_generation_prompt=True)
+            options = {"add_generation_prompt": True}
+            (token_ids,) = self.encode_chats([conversation], template, kwargs, tools, needed, **options)
         except ValueError as error:
             raise ValueError(str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")) from error
         return token_ids
@@ -90,7 +94,7 @@ class PromptEncoder:
             text.encode()  # The tokenizer's own message for a lone surrogate is that this is no text.
         except UnicodeError as error:
             raise ValueError(f"cannot be encoded: {error}") from error
-        length = len(text) if self._max_len is None else CHARACTERS_PER_TOKEN * self._max_len
+        length = CHARACTERS_PER_TOKEN * self._max_len
         while length < len(text):
             num_tokens = len(self._tokenizer(text[:length], verbose=False)["input_ids"])
             if num_tokens > 2 * self._max_len:

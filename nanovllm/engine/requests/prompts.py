@@ -51,9 +51,8 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> It
     if getattr(prompts, "ndim", 1) == 2 and len(prompts) > 1:
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is not None and any(pad in (row[0], row[-1]) for row in values if row):
-            raise ValueError(
-                f"{name}: {_FORMS}, or a list of these, not an array with the padding token {pad} at an end of a row"
-            )
+            given = f"an array with the padding token {pad} at an end of a row"
+            raise ValueError(f"{name}: {_FORMS}, or a list of these, not {given}")
     return [values] if isinstance(values, Sequence) and _is_flat(values) else values
 
 

@@ -155,9 +155,10 @@ class SequenceMaker:
         encoded = self.encode_all(completions, "completions", add_special_tokens=False)
         for i, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
             text = read_prompt(completion)
-            detokenizer = self.detokenizer if isinstance(text, str) else None
-            if detokenizer and detokenizer.added_text(prompt, len(prompt), encoded[i].tolist(), False) != text:
-                encoded[i] = array("i", detokenizer.encode(text))
+            if self.detokenizer is None or not isinstance(text, str):
+                continue
+            if self.detokenizer.added_text(prompt, len(prompt), encoded[i].tolist(), False) != text:
+                encoded[i] = array("i", self.detokenizer.encode(text))
         return encoded
 
 
