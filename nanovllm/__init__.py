@@ -7,9 +7,10 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.checks import RequestChecker, check_options
     from nanovllm.engine.ranks.workers import WorkerError
-    from nanovllm.engine.requests.chat import ChatRenderer, Conversation, as_conversations
+    from nanovllm.engine.requests.chat import Conversation, as_conversations
     from nanovllm.engine.requests.harmony import with_channels
     from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
+    from nanovllm.engine.requests.prompt_encoder import PromptEncoder
     from nanovllm.engine.requests.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.requests.streaming import NO_PROMPT
     from nanovllm.engine.requests.tool_calls import ToolCallSplitter, split_tool_calls
@@ -20,10 +21,10 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "NO_PROMPT",
-    "ChatRenderer",
     "Config",
     "Conversation",
     "EngineStats",
+    "PromptEncoder",
     "ReasoningSplitter",
     "RequestChecker",
     "RequestOutput",
@@ -46,9 +47,9 @@ __version__ = "0.1.0"
 _MODULES = {
     "LLM": "nanovllm.llm",
     "NO_PROMPT": "nanovllm.engine.requests.streaming",
-    "ChatRenderer": "nanovllm.engine.requests.chat",
     "Config": "nanovllm.config",
     "Conversation": "nanovllm.engine.requests.chat",
+    "PromptEncoder": "nanovllm.engine.requests.prompt_encoder",
     "ReasoningSplitter": "nanovllm.engine.requests.reasoning",
     "RequestChecker": "nanovllm.engine.checks",
     "SamplingParams": "nanovllm.sampling_params",

@@ -5,7 +5,6 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
@@ -15,7 +14,6 @@ from nanovllm.engine.engine_lock import Call
 from nanovllm.engine.llm_engine import BY_HAND, LLMEngine
 from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.requests.chat import (
-    ChatRenderer,
     Conversation,
     Tool,
     as_conversations,
@@ -24,6 +22,7 @@ from nanovllm.engine.requests.chat import (
 )
 from nanovllm.engine.requests.harmony import with_channels
 from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta, as_result
+from nanovllm.engine.requests.prompt_encoder import PromptEncoder
 from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.requests.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
 from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
@@ -101,7 +100,7 @@ class LLM(LLMEngine):
                 "add_generation_prompt=False with it"
             )
         conversations = as_conversations(messages)
-        prompts = self._chat_renderer.render(
+        prompts = self.prompt_encoder.encode_chats(
             conversations,
             chat_template,
             chat_template_kwargs,
@@ -120,10 +119,6 @@ class LLM(LLMEngine):
             for output in outputs:
                 add_tool_calls(output, as_tools(tools) or ())
         return outputs
-
-    @cached_property
-    def _chat_renderer(self) -> ChatRenderer:
-        return ChatRenderer(self.tokenizer, self._sequences.check_text)
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def stream(
@@ -376,6 +371,11 @@ class LLM(LLMEngine):
         if self.tokenizer is None:
             raise ValueError("get_tokenizer(): there is no tokenizer, because skip_tokenizer_init is set")
         return self.tokenizer
+
+    @property
+    def prompt_encoder(self) -> PromptEncoder:
+        """What makes token ids of this engine's prompts."""
+        return self._sequences.encoder
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What the model's generation_config.json recommends. Raises ValueError if that cannot be used."""

@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.engine.requests.chat import ChatRenderer, Conversation
+from nanovllm.engine.requests.chat import Conversation
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -85,7 +85,7 @@ def _lines(is_terminal: bool) -> Iterator[str]:
 
 def _render(llm: LLM, conversation: Conversation, chat_template_kwargs: dict[str, Any] | None) -> list[int]:
     options = {"add_generation_prompt": True, "continue_final_message": False}
-    (token_ids,) = ChatRenderer(llm.get_tokenizer()).render(conversation, None, chat_template_kwargs, None, **options)
+    (token_ids,) = llm.prompt_encoder.encode_chats(conversation, None, chat_template_kwargs, None, **options)
     return token_ids
 
 

@@ -1,9 +1,6 @@
 """LengthLimit: the longest sequence of an engine, and what to do about a longer prompt."""
 
-from collections.abc import Callable
 from typing import Any
-
-from nanovllm.utils.long_texts import check_text
 
 
 class LengthLimit:
@@ -24,14 +21,12 @@ class LengthLimit:
         if num_prompt_tokens >= self.max_seq_len:
             raise ValueError(
                 f"the prompt has {num_prompt_tokens} tokens, and with one token of completion it is longer than the "
-                f"longest sequence of {self.max_seq_len} tokens, {self._explain()}"
+                f"longest sequence of {self.max_seq_len} tokens, {self.remedy}"
             )
 
-    def check_text(self, text: str, count_tokens: Callable[[str], int]) -> None:
-        """Raises ValueError for a prompt that is too long by far, before all of it is tokenized."""
-        check_text(text, self.max_seq_len, count_tokens, self._explain())
-
-    def _explain(self) -> str:
+    @property
+    def remedy(self) -> str:
+        """What to do about a prompt that is longer."""
         config, supported = self.config, self.config.supported_model_len
         if self.max_seq_len < self._max_model_len:
             return (

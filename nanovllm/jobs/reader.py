@@ -18,12 +18,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanovllm import ChatRenderer, find_tokenizer, opens_reasoning, with_channels
+from nanovllm import PromptEncoder, find_tokenizer, opens_reasoning, with_channels
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.openai_format.request_names import ChatOptions
-from nanovllm.utils.bos_check import BosCheck
-from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN, check_text
 from nanovllm.utils.python_process import python_command
 
 Item = TypeVar("Item")
@@ -63,23 +61,19 @@ class Preparer:
 
     def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None):
         """max_len: tokens of the longest sequence, at most. None is unknown."""
-        self._tokenizer = tokenizer
-        self._chat = ChatRenderer(tokenizer, self._check_text)
-        self._check_bos = BosCheck(tokenizer)
-        self._format = line_format
-        self._max_len = max_len
+        self._tokenizer, self._format = tokenizer, line_format
+        self._encoder = PromptEncoder(tokenizer, max_len)
 
     def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
         """Raises nothing: what is wrong with a line is its error."""
         lines = [(position, raw, self._read(raw)) for position, raw in raw_lines]
-        texts = [line.prompt for _, _, line in lines if isinstance(line, Line) and isinstance(line.prompt, str)]
-        encoded = iter(self._encode(texts))
+        prompts: Any = [line.prompt for _, _, line in lines if isinstance(line, Line) and not line.is_chat]
+        encoded = iter(self._encoder.encode(prompts))
         prepared = []
         for position, raw, line in lines:
             result: Line | Exception = line
             if isinstance(line, Line):
-                is_text = isinstance(line.prompt, str)
-                prompt: Any = next(encoded) if is_text else self._render(line) if line.is_chat else line.prompt
+                prompt: Any = self._encode_chat(line) if line.is_chat else next(encoded)
                 # The engine's process gets no tools: many lines have the same thousands of characters.
                 is_wrong = isinstance(prompt, Exception)
                 result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())
@@ -94,60 +88,15 @@ class Preparer:
         if raw.row is None:
             return ValueError(raw.error)
         try:
-            line = self._format.read(raw.row, raw.id)
-            if self._max_len is not None and raw.size > CHARACTERS_PER_TOKEN * self._max_len:
-                self._check_length(line)
-            return line
+            return self._format.read(raw.row, raw.id)
         except (TypeError, ValueError) as error:
             return error
 
-    def _check_length(self, line: Line) -> None:
-        """Raises ValueError for a text, or a message that every template repeats, whose beginning alone is too long."""
-        for text in _certain_texts(line.prompt):
-            self._check_text(text)
-
-    def _check_text(self, text: str) -> None:
-        if self._max_len is not None:
-            check_text(text, self._max_len, self._count_tokens, "shorten it, or raise max_model_len")
-
-    def _count_tokens(self, text: str) -> int:
-        (encoded,) = self._encode([text])
-        return len(encoded) if isinstance(encoded, list) else 0
-
-    def _encode(self, texts: list[str]) -> list[list[int] | Exception]:
-        if not texts:
-            return []
+    def _encode_chat(self, line: Line) -> list[int] | Exception:
         try:
-            encoded = self._tokenizer(texts, verbose=False)["input_ids"]
-            self._check_bos(encoded)
-            return encoded
-        except Exception as error:  # Of one of them, such as half of a surrogate pair. The library's own classes.
-            if len(texts) == 1:
-                return [ValueError(f"the prompt cannot be tokenized: {error}")]
-            return [each for text in texts for each in self._encode([text])]
-
-    def _render(self, line: Line) -> list[int] | Exception:
-        (tools, kwargs, needed), template = line.chat_options, self._format.chat_template
-        try:
-            for name in needed:
-                if name not in self._tokenizer.get_chat_template(template, tools):
-                    raise ValueError(f"{name}: the chat template does not use it")
-            (token_ids,) = self._chat.render([line.prompt], template, kwargs, tools, add_generation_prompt=True)
-            return token_ids
+            return self._encoder.encode_chat(line.prompt, self._format.chat_template, *line.chat_options)
         except Exception as error:  # Templates raise whatever they like.
-            return ValueError(str(error).removeprefix("conversation 0: "))
-
-
-def _certain_texts(prompt: Any) -> Iterator[str]:
-    """Texts of which a prompt has all tokens: itself, or the messages that every template repeats."""
-    if isinstance(prompt, str):
-        yield prompt
-    for message in prompt if isinstance(prompt, list) and isinstance(prompt[0], dict) else ():
-        content = message.get("content") if message["role"] != "assistant" else None
-        if isinstance(content, str):
-            yield content
-        elif content:
-            yield from (part["text"] for part in content)
+            return error
 
 
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:

@@ -5,7 +5,8 @@ import logging
 import pytest
 from checkpoints import assert_idle, complete, greedy, make_llm
 
-from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN, check_text
+from nanovllm import PromptEncoder
+from nanovllm.engine.requests.prompt_encoder import CHARACTERS_PER_TOKEN
 
 MAX_LEN = 200  # of shared_llm
 LONG = "a row of slots " * 100_000
@@ -63,14 +64,15 @@ def test_a_long_prompt_among_others(llm):
 def test_a_text_of_long_tokens_may_fit(characters_per_token):
     text, sizes = "x" * (100 * characters_per_token), []
 
-    def count(part):
+    def tokenize(part, **options):
         sizes.append(len(part))
-        return len(part) // characters_per_token
+        return {"input_ids": range(len(part) // characters_per_token)}
 
-    check_text(text, 100, count, "")
+    encoder = PromptEncoder(tokenize, max_len=100)
+    encoder.check_text(text)
     assert sum(sizes) <= 2 * len(text)
     with pytest.raises(ValueError, match="of which the first"):
-        check_text(text * 5, 100, count, "")
+        encoder.check_text(text * 5)
 
 
 def test_nothing_is_said_of_the_length_that_a_tokenizer_was_made_for(path, caplog, capfd):

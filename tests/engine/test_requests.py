@@ -37,7 +37,7 @@ def check_length(num_tokens: int) -> None:
 
 
 config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE), eos=(), kvcache_block_size=16, seed=0)
-maker = SequenceMaker(config, None, SimpleNamespace(check=check_length, max_seq_len=LONGEST))
+maker = SequenceMaker(config, None, SimpleNamespace(check=check_length, max_seq_len=LONGEST, remedy=""))
 
 
 def check(prompts: list, **options) -> list:

@@ -215,17 +215,16 @@ def test_an_id_column(job, answers, tmp_path):
     assert pq.read_table(*(tmp_path / "columns").glob("*.parquet"))["input_id"].to_pylist() == ["5", "5"]
 
 
-def test_a_prompt_of_megabytes_is_not_tokenized(job, answers, monkeypatch):
+def test_a_prompt_of_megabytes_is_not_tokenized(job, answers, llm, monkeypatch):
     """Neither as a text nor in a conversation."""
-    from nanovllm.jobs.reader import Preparer
+    tokenizer = type(llm.tokenizer)
+    encode, lengths = tokenizer.__call__, []
 
-    encode, lengths = Preparer._encode, []
+    def count(self, texts, *args, **options):
+        lengths.extend(map(len, [texts] if isinstance(texts, str) else texts))
+        return encode(self, texts, *args, **options)
 
-    def count(self, texts):
-        lengths.extend(map(len, texts))
-        return encode(self, texts)
-
-    monkeypatch.setattr(Preparer, "_encode", count)
+    monkeypatch.setattr(tokenizer, "__call__", count)
     long = "a word " * 100_000
     rows = [
         {"id": 1, "prompt": long},

@@ -2,14 +2,13 @@
 
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from jinja2 import TemplateError
 
-from nanovllm.engine.requests.prompts import read_prompt
 from nanovllm.sampling_params import misplaced_option
 from nanovllm.utils.checks import one_line, quoted, refuse_constant, shortened
 
@@ -189,9 +188,8 @@ def misplaced_chat_option(name: str, value: object) -> str:
 class ChatRenderer:
     """Renders conversations with one tokenizer's chat template, or another."""
 
-    def __init__(self, tokenizer: Any, check_text: Callable[[str], None] = lambda text: None):
-        """check_text: raises ValueError for a rendered conversation that is too long to be tokenized."""
-        self._tokenizer, self._check_text = tokenizer, check_text
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
         self._expected_content = lru_cache(_MAX_KNOWN)(self._find_expected_content)
         self._expects_json = lru_cache(_MAX_KNOWN)(self._find_whether_json_is_expected)
 
@@ -201,14 +199,16 @@ class ChatRenderer:
         chat_template: Any,
         chat_template_kwargs: dict[str, Any] | None,
         tools: Any,
+        needed: Iterable[str] = (),
         **options: bool,
-    ) -> list[list[int]]:
-        """Token ids of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
+    ) -> list[str]:
+        """The text of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
 
         Args:
             messages, tools: as in as_conversations and as_tools.
             chat_template: a Jinja template or its file; None uses the tokenizer's.
             chat_template_kwargs: variables of the template.
+            needed: those of them that the template must use.
             options: other arguments of apply_chat_template.
         """
         own = getattr(self._tokenizer, "chat_template", None)
@@ -220,31 +220,30 @@ class ChatRenderer:
             )
         conversations, tools = as_conversations(messages), as_tools(tools)
         template = self._tokenizer.get_chat_template(template, tools)
+        for name in needed:
+            if name not in template:
+                raise ValueError(f"{name}: the chat template does not use it")
         if tools and "tools" not in template:
             raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
         options = {"chat_template": template, "tools": tools} | options | (chat_template_kwargs or {})
         texts = []
         for i, conversation in enumerate(conversations):
             try:
-                text = self._render([self._as_expected(message, template) for message in conversation], options)
-                self._check_text(text)
+                texts.append(self._render([self._as_expected(message, template) for message in conversation], options))
             except ValueError as error:
                 raise ValueError(f"conversation {i}: {error}") from error
-            texts.append(text)
-        # As transformers' apply_chat_template does, and not verbose: what is too long gets an error of ours.
-        return self._tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+        return texts
 
     def _render(self, conversation: Conversation, options: dict[str, Any]) -> str:
         """Raises ValueError."""
         try:
-            text = self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
+            return self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except Exception as error:  # Templates raise whatever they like: they divide by zero and call themselves.
             # A message with tool calls alone has None for its content. Some templates add content to a text.
             if any(m.get("content") is None for m in conversation):
                 return self._render([m | {"content": m.get("content") or ""} for m in conversation], options)
             reason = shortened(error) if isinstance(error, TemplateError) else one_line(error)
             raise ValueError(f"the chat template cannot render it: {reason}") from error
-        return cast(str, read_prompt(text))  # which refuses half of a surrogate pair
 
     def _as_expected(self, message: Message, template: str) -> Message:
         """The message as the template expects it: its content as a text or a list of parts, the arguments of tool calls

@@ -20,9 +20,10 @@ _ENCODING_KEYS = {
     *("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "offset_mapping"),
     *("length", "overflowing_tokens", "num_truncated_tokens", "overflow_to_sample_mapping"),
 }
-_KEYS = {"prompt", "prompt_token_ids"}
-_BYTES = bytes | bytearray | memoryview
-_FORMS = "a string, a list of token ids, {'prompt': ...}, {'prompt_token_ids': ...}, a tokenizer's output"
+_FORMS = (
+    "must be a string, a list of integer token ids, {'prompt': a string}, {'prompt_token_ids': token ids} or a "
+    "tokenizer's whole output with its attention_mask"
+)
 
 
 def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> Iterable[Prompt]:
@@ -38,101 +39,77 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> It
     if type(prompts) is list and prompts and type(prompts[0]) in (str, list):  # what most callers pass
         return prompts
     if isinstance(prompts, Mapping):
-        if "input_ids" in prompts:
-            return _encoded_rows(prompts, f"{name}: ")
-        if _KEYS.isdisjoint(prompts):
-            raise TypeError(f"{name}: {_describe_keys(prompts)}")
-        return [prompts]
-    if hasattr(prompts, "columns"):
-        raise TypeError(f"{name}: a {_name(prompts)} is a table, not prompts; pass one column, such as df['prompt']")
-    if isinstance(prompts, set | frozenset):
-        raise TypeError(f"{name}: a {_name(prompts)} has no order to give the results in; pass a list")
+        try:
+            return _encoded_rows(prompts) if "input_ids" in prompts else [read_prompt(prompts)]
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}: {error}") from None
     values = _plain(prompts)
     if isinstance(values, str):  # an array without a dimension
         return [values]
-    if isinstance(prompts, _BYTES) or not isinstance(values, Iterable):
-        raise TypeError(f"{name}: must be {_FORMS}, or an iterable of these, not {_name(prompts)}")
+    if not isinstance(values, Iterable):
+        raise TypeError(f"{name}: {_FORMS}, or a list of these, not {_describe(prompts)}")
     if getattr(prompts, "ndim", 1) == 2 and len(prompts) > 1:
         pad = getattr(tokenizer, "pad_token_id", None)
         if pad is not None and any(pad in (row[0], row[-1]) for row in values if row):
-            raise ValueError(
-                f"{name}: an array with the padding token {pad} at an end of a row; pass the tokenizer's whole output, "
-                "whose attention_mask tells padding from text, or a list of rows without padding"
-            )
+            given = f"an array with the padding token {pad} at an end of a row"
+            raise ValueError(f"{name}: {_FORMS}, or a list of these, not {given}")
     return [values] if isinstance(values, Sequence) and _is_flat(values) else values
 
 
 def read_prompt(prompt: Any) -> str | list[int]:
     """A prompt's text or token ids. The items of the list are not checked. Raises TypeError or ValueError."""
-    if isinstance(prompt, str):
-        try:
-            prompt.encode()  # The tokenizer's own message for a lone surrogate is that this is no text.
-        except UnicodeError as error:
-            raise ValueError(f"cannot be encoded: {error}") from error
     if isinstance(prompt, str | list):
         return prompt
     if isinstance(prompt, Mapping):
-        return _read_mapping(prompt)
-    is_other = isinstance(prompt, set | frozenset | _BYTES) or hasattr(prompt, "columns")
-    token_ids = prompt if is_other else _plain(prompt)
-    if is_other or not isinstance(token_ids, Iterable):
-        raise TypeError(f"must be a string or a list of integer token ids, not {_name(prompt)}")
+        if "input_ids" in prompt:
+            rows = _encoded_rows(prompt)
+            if len(rows) != 1:
+                raise ValueError(f"a tokenizer's output for {len(rows)} texts; pass it alone, or one for each prompt")
+            return rows[0]
+        given = {key: value for key, value in prompt.items() if value is not None}
+        has_ids = "prompt_token_ids" in given
+        value = given.get("prompt_token_ids" if has_ids else "prompt")
+        is_right = not isinstance(value, str | Mapping) if has_ids else isinstance(value, str)
+        if not is_right or given.keys() - {"prompt", "prompt_token_ids"}:
+            raise TypeError(f"{_FORMS}, not {_describe(prompt)}")
+        return read_prompt(value)
+    token_ids = _plain(prompt)
+    if not isinstance(token_ids, Iterable):
+        raise TypeError(f"{_FORMS}, not {_describe(prompt)}")
     if getattr(prompt, "ndim", 1) == 2 and len(prompt) == 1:  # a tokenizer's return_tensors for one text
         (token_ids,) = token_ids
     return list(token_ids)
 
 
-def _read_mapping(prompt: Mapping[str, Any]) -> str | list[int]:
-    if "input_ids" in prompt:
-        rows = _encoded_rows(prompt)
-        if len(rows) != 1:
-            raise ValueError(f"a tokenizer's output for {len(rows)} texts; pass it alone, or one for each prompt")
-        return rows[0]
-    given = {key: value for key, value in prompt.items() if value is not None}
-    if _KEYS.isdisjoint(given):
-        raise TypeError(_describe_keys(prompt))
-    unknown = ", ".join(sorted(map(quoted, given.keys() - _KEYS))[:5])
-    if unknown:
-        raise ValueError(f"{unknown} cannot be used; a prompt has 'prompt' or 'prompt_token_ids' alone")
-    if "prompt_token_ids" in given:
-        token_ids = given["prompt_token_ids"]
-        if isinstance(token_ids, str | Mapping):
-            raise TypeError(f"'prompt_token_ids' must be a list of integer token ids, not {_name(token_ids)}")
-        return read_prompt(token_ids)
-    text = given["prompt"]
-    if not isinstance(text, str):
-        raise TypeError(f"'prompt' must be a string, not {_name(text)}; token ids go into 'prompt_token_ids'")
-    return read_prompt(text)
-
-
-def _describe_keys(prompt: Mapping[str, Any]) -> str:
-    keys = ", ".join(quoted(key) for key in list(prompt)[:5]) or "no key"
-    return f"a {_name(prompt)} must have 'prompt', 'prompt_token_ids' or a tokenizer's 'input_ids'; this has {keys}"
-
-
-def _encoded_rows(encoding: Mapping[str, Any], where: str = "") -> list[list[int]]:
+def _encoded_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
     """Token ids of each text in a tokenizer's output, without the padding that its attention_mask marks."""
-    unknown = ", ".join(sorted(quoted(key) for key in encoding if key not in _ENCODING_KEYS)[:5])
-    if unknown:
-        raise ValueError(f"{where}{unknown} cannot be used with 'input_ids'; leave it out")
     rows, masks = (_plain(encoding.get(key)) for key in ("input_ids", "attention_mask"))
-    if not isinstance(rows, list | tuple):
-        raise TypeError(f"{where}'input_ids' must be a list of integer token ids, or of such lists, not {_name(rows)}")
+    if not isinstance(rows, list | tuple) or not encoding.keys() <= _ENCODING_KEYS:
+        raise TypeError(f"{_FORMS}, not {_describe(encoding)}")
     if not rows or _is_number(rows[0]):
         rows, masks = [rows], None if masks is None else [masks]
     rows = [_plain(row) for row in rows]
-    if masks is None:
+    if encoding.get("attention_mask") is None:
         return rows
-    masks = [_plain(mask) for mask in masks]
+    masks = [_plain(mask) for mask in masks or ()]
     lengths = [[len(row) if isinstance(row, list | tuple) else None for row in each] for each in (rows, masks)]
     if None in lengths[0] or lengths[0] != lengths[1]:
-        raise ValueError(f"{where}'input_ids' and 'attention_mask' differ in shape")
+        raise ValueError("'input_ids' and 'attention_mask' differ in shape")
     return [list(compress(row, mask)) for row, mask in zip(rows, masks, strict=True)]
 
 
+def _describe(given: object) -> str:
+    if not isinstance(given, Mapping):
+        return type(given).__name__
+    return f"{{{', '.join(f'{quoted(key)}: {type(given[key]).__name__}' for key in list(given)[:5])}}}"
+
+
 def _plain(values: Any) -> Any:
-    """An array's, tensor's or column's elements as a list, which is far faster to iterate; others as they are."""
-    return values.tolist() if hasattr(values, "tolist") and not isinstance(values, _BYTES) else values
+    """An array's, tensor's or column's elements as a list, which is far faster to iterate; others as they are. None for
+    what can be iterated, but holds no prompts or token ids in an order: tables, sets and bytes."""
+    if isinstance(values, set | frozenset | bytes | bytearray | memoryview) or hasattr(values, "columns"):
+        return None
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def _is_flat(values: Sequence[Any]) -> bool:
@@ -144,10 +121,6 @@ def _is_flat(values: Sequence[Any]) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, Number) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str | bytes))
-
-
-def _name(value: object) -> str:
-    return type(value).__name__
 
 
 def as_array(token_ids: list[int], vocab_size: int) -> array:

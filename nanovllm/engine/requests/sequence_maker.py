@@ -11,14 +11,13 @@ from nanovllm.config import Config
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.requests.detokenizer import Detokenizer
 from nanovllm.engine.length_limit import LengthLimit
+from nanovllm.engine.requests.prompt_encoder import PromptEncoder
 from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
 from nanovllm.engine.requests.special_options import NOTHING_SPECIAL, SpecialOptions
 from nanovllm.engine.requests.text_stream import TextStream
 from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.bos_check import BosCheck
 from nanovllm.utils.checks import quoted
-from nanovllm.utils.long_texts import CHARACTERS_PER_TOKEN
 
 
 class SequenceMaker:
@@ -26,28 +25,26 @@ class SequenceMaker:
 
     Attributes:
         num_requests: so far; the next request's id.
+        encoder: of its prompts.
         detokenizer: None without a tokenizer.
     """
 
     def __init__(self, config: Config, tokenizer: Any, length_limit: LengthLimit):
         """tokenizer: None accepts token ids only."""
         self.num_requests = 0
-        self._tokenizer = tokenizer
-        has_bos = getattr(tokenizer, "bos_token_id", None) is not None
-        self._check_bos = BosCheck(tokenizer) if has_bos else None
+        self.encoder = PromptEncoder(tokenizer, length_limit.max_seq_len, length_limit.remedy)
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._vocab_size = config.hf_config.vocab_size
         self._eos = config.eos
         # From it requests without a seed get one each.
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._length_limit = length_limit
-        self._long_text = CHARACTERS_PER_TOKEN * length_limit.max_seq_len  # characters
         self._special = SpecialOptions(config, tokenizer, self.detokenizer)
 
     def make_one(self, prompt: Prompt, params: SamplingParams, streams: bool = False) -> list[Sequence]:
         """The samples of one request. streams: as in make_all. Raises as make_all."""
-        (tokens,) = self._encode([prompt])
-        return self._make(tokens, params, "prompt: ", "sampling_params: ", streams=streams)
+        (token_ids,) = self.encoder.encode([prompt])
+        return self._make(token_ids, params, "prompt: ", "sampling_params: ", streams=streams)
 
     def make_all(
         self,
@@ -70,9 +67,9 @@ class SequenceMaker:
         """
         made: list[list[Sequence] | Exception] = []
         num_requests = self.num_requests
-        for i, (tokens, of_prompt) in enumerate(zip(self._encode(prompts), params, strict=True), start):
+        for i, (token_ids, of_prompt) in enumerate(zip(self.encoder.encode(prompts), params, strict=True), start):
             try:
-                made.append(self._make(tokens, of_prompt, f"prompts[{i}]: ", f"sampling_params[{i}]: ", i, streams))
+                made.append(self._make(token_ids, of_prompt, f"prompts[{i}]: ", f"sampling_params[{i}]: ", i, streams))
             except (TypeError, ValueError, ImportError) as error:
                 if on_error == "raise":
                     self.num_requests = num_requests  # Ids have no gaps.
@@ -98,7 +95,7 @@ class SequenceMaker:
 
     def _make(
         self,
-        tokens: array | Exception,
+        token_ids: list[int] | Exception,
         params: SamplingParams,
         where: str,
         where_params: str,
@@ -107,8 +104,9 @@ class SequenceMaker:
     ) -> list[Sequence]:
         """The n samples of a request. Each has a seed of its own, the first one the request's."""
         try:
-            if isinstance(tokens, Exception):
-                raise tokens
+            if isinstance(token_ids, Exception):
+                raise token_ids
+            tokens = as_array(token_ids, self._vocab_size)
             if len(tokens) >= self._length_limit.max_seq_len:
                 self._length_limit.check(len(tokens))
         except (TypeError, ValueError) as error:
@@ -141,10 +139,14 @@ class SequenceMaker:
 
     def encode_all(self, prompts: list[Prompt], name: str, **options: Any) -> list[array]:
         """Token ids of each prompt. Raises ValueError or TypeError, with the name and the index of a wrong one."""
-        encoded = self._encode(prompts, **options)
-        for i, token_ids in enumerate(encoded):
-            if isinstance(token_ids, Exception):
-                raise type(token_ids)(f"{name}[{i}]: {token_ids}") from token_ids
+        encoded = []
+        for i, token_ids in enumerate(self.encoder.encode(prompts, **options)):
+            try:
+                if isinstance(token_ids, Exception):
+                    raise token_ids
+                encoded.append(as_array(token_ids, self._vocab_size))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name}[{i}]: {error}") from error
         return encoded
 
     def encode_completions(self, completions: list[Prompt], prompts: list[array]) -> list[array]:
@@ -158,41 +160,6 @@ class SequenceMaker:
             if self.detokenizer.added_text(prompt, len(prompt), encoded[i].tolist(), False) != text:
                 encoded[i] = array("i", self.detokenizer.encode(text))
         return encoded
-
-    def check_text(self, text: str) -> None:
-        """Raises ValueError for a text that is too long by far, before all of it is tokenized."""
-        if self._tokenizer is not None:
-            self._length_limit.check_text(text, lambda part: len(self._tokenizer(part, verbose=False)["input_ids"]))
-
-    def _encode(self, prompts: list[Prompt], **options: Any) -> list[Any]:
-        """The tokens of each prompt, or the exception that says what is wrong with it. options: the tokenizer's."""
-        found: list[Any] = []
-        texts: dict[int, str] = {}  # index of the prompt -> its text
-        for i, prompt in enumerate(prompts):
-            try:
-                found.append(prompt if type(prompt) is list else read_prompt(prompt))
-                if isinstance(found[i], str):
-                    if self._tokenizer is None:
-                        raise ValueError("is a text, but skip_tokenizer_init is set: pass token ids")
-                    if len(found[i]) > self._long_text:
-                        self.check_text(found[i])
-                    texts[i] = found[i]
-            except (TypeError, ValueError) as error:
-                found[i:] = [error]
-        if texts:
-            # Not verbose: a prompt that is too long gets an error of ours.
-            encoded = self._tokenizer(list(texts.values()), verbose=False, **options)["input_ids"]
-            if self._check_bos is not None:
-                self._check_bos(encoded)
-            for i, token_ids in zip(texts, encoded, strict=True):
-                found[i] = token_ids
-        for i, token_ids in enumerate(found):
-            if not isinstance(token_ids, Exception):
-                try:
-                    found[i] = as_array(token_ids, self._vocab_size)
-                except (TypeError, ValueError) as error:
-                    found[i] = error
-        return found
 
 
 def _hash_seed(number: int, seed: int) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm import LLM, ChatRenderer, SamplingParams, StreamDelta, opens_reasoning, with_channels
+from nanovllm import LLM, SamplingParams, StreamDelta, opens_reasoning, with_channels
 from nanovllm.openai_format.request_names import ChatOptions
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,7 @@ class EngineLoop:
         self.on_death: Callable[[], None] = lambda: None  # called in the event loop
         self._llm = llm
         self._tokenizer = llm.get_tokenizer()
-        self._renderer, self._chat_template = ChatRenderer(self._tokenizer), chat_template
+        self._encoder, self._chat_template = llm.prompt_encoder, chat_template
         self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # new jobs and cancelled ones; None at the end
         self._jobs: dict[int, tuple[Job, int]] = {}  # request id -> its job, index of the prompt
         self._num_left: dict[int, int] = {}  # request id -> samples that have not ended
@@ -152,22 +152,13 @@ class EngineLoop:
 
     def _read_prompt(self, prompt: Any, chat_options: ChatOptions | None) -> list[int]:
         """Token ids. Raises ValueError or TypeError."""
-        if chat_options is None:
-            if isinstance(prompt, list):
-                return prompt
-            if not isinstance(prompt, str):
-                raise TypeError(f"prompt: must be a text or a list of token ids, not {type(prompt).__name__}")
-            prompt.encode()  # Raises for half of a surrogate pair.
-            return self._tokenizer(prompt, verbose=False)["input_ids"]
-        tools, kwargs, needed = chat_options
-        try:
-            for name in needed:
-                if name not in self._tokenizer.get_chat_template(self._chat_template, tools):
-                    raise ValueError(f"{name}: the chat template does not use it")
-            options = {"add_generation_prompt": True}
-            (token_ids,) = self._renderer.render([prompt], self._chat_template, kwargs, tools, **options)
-        except ValueError as error:
-            raise ValueError(str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")) from error
+        if chat_options is not None:
+            return self._encoder.encode_chat(prompt, self._chat_template, *chat_options)
+        if not isinstance(prompt, str | list):
+            raise TypeError(f"prompt: must be a text or a list of token ids, not {type(prompt).__name__}")
+        (token_ids,) = self._encoder.encode([prompt])
+        if isinstance(token_ids, Exception):
+            raise type(token_ids)(f"prompt: {token_ids}") from token_ids
         return token_ids
 
     def _abort(self, job: Job) -> None:

@@ -1,0 +1,116 @@
+"""PromptEncoder: from prompts to token ids, for the engine, jobs and the server. It needs no torch."""
+
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from nanovllm.engine.requests.chat import ChatRenderer
+from nanovllm.engine.requests.prompts import Prompt, read_prompt
+
+logger = logging.getLogger(__name__)
+
+# To tokenize ten million characters takes seconds and gigabytes. A text with this many characters for each token of the
+# longest sequence is judged by its beginning first. English has about four.
+CHARACTERS_PER_TOKEN = 10
+
+
+class PromptEncoder:
+    """Encodes prompts and conversations with one tokenizer."""
+
+    def __init__(self, tokenizer: Any, max_len: int | None = None, remedy: str = "shorten it, or raise max_model_len"):
+        """
+        Args:
+            tokenizer: None accepts token ids only.
+            max_len: tokens of the longest sequence, at most. None is unknown: a text of any length is tokenized.
+            remedy: what to do about a text that is longer.
+        """
+        self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
+        self._renderer = ChatRenderer(tokenizer)
+        self._bos = getattr(tokenizer, "bos_token_id", None)
+
+    def encode(self, prompts: Iterable[Prompt], **options: Any) -> list[Any]:
+        """The token ids of each prompt, or the ValueError or TypeError that says what is wrong with it. All texts go
+        through the tokenizer in one batch. Token ids are not checked: the vocabulary is the model's.
+
+        options: the tokenizer's.
+        """
+        found: list[Any] = []
+        texts: dict[int, str] = {}  # index of the prompt -> its text
+        for i, prompt in enumerate(prompts):
+            try:
+                found.append(prompt if type(prompt) in (list, str) else read_prompt(prompt))
+                if isinstance(found[i], str):
+                    self.check_text(found[i])
+                    texts[i] = found[i]
+            except (TypeError, ValueError) as error:
+                found[i:] = [error]
+        if texts:
+            batch = list(texts.values())
+            try:
+                # Not verbose: a prompt that is too long gets an error of ours.
+                encoded = self._tokenizer(batch, verbose=False, **options)["input_ids"]
+                if self._bos is not None and not options:
+                    self._warn_of_second_bos(encoded)
+            except Exception as error:  # Of one of them. The library's own classes.
+                wrong = [ValueError(f"cannot be tokenized: {error}")]
+                encoded = wrong if len(batch) == 1 else [self.encode([text], **options)[0] for text in batch]
+            for i, token_ids in zip(texts, encoded, strict=True):
+                found[i] = token_ids
+        return found
+
+    def encode_chats(self, messages: Any, *arguments: Any, **options: Any) -> list[list[int]]:
+        """Token ids of each conversation. The arguments are those of ChatRenderer.render. Raises ValueError or
+        TypeError, naming the argument or the conversation."""
+        # The template writes the special tokens.
+        encoded = self.encode(self._renderer.render(messages, *arguments, **options), add_special_tokens=False)
+        for i, token_ids in enumerate(encoded):
+            if isinstance(token_ids, Exception):
+                raise ValueError(f"conversation {i}: {token_ids}") from token_ids
+        return encoded
+
+    def encode_chat(
+        self, conversation: Any, template: Any = None, tools: Any = None, kwargs: Any = None, needed: Any = ()
+    ) -> list[int]:
+        """Token ids of one conversation that is to be answered. As encode_chats, but errors do not name the
+        conversation."""
+        try:
+            options = {"add_generation_prompt": True}
+            (token_ids,) = self.encode_chats([conversation], template, kwargs, tools, needed, **options)
+        except ValueError as error:
+            raise ValueError(str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")) from error
+        return token_ids
+
+    def check_text(self, text: str) -> None:
+        """Raises ValueError for a text that cannot be tokenized, or whose beginning alone has more than twice max_len
+        tokens. Only twice, because the end of a beginning may have fewer tokens as a part of the whole text.
+
+        Beginnings are tried from short to long, because some tokens have many characters, such as 64 spaces. So at most
+        as much again is tokenized as without this check, and usually far less.
+        """
+        if self._tokenizer is None:
+            raise ValueError("is a text, but skip_tokenizer_init is set: pass token ids")
+        try:
+            text.encode()  # The tokenizer's own message for a lone surrogate is that this is no text.
+        except UnicodeError as error:
+            raise ValueError(f"cannot be encoded: {error}") from error
+        length = CHARACTERS_PER_TOKEN * self._max_len
+        while length < len(text):
+            num_tokens = len(self._tokenizer(text[:length], verbose=False)["input_ids"])
+            if num_tokens > 2 * self._max_len:
+                raise ValueError(
+                    f"the text has {len(text)} characters, of which the first {length} have {num_tokens} tokens: the "
+                    f"longest sequence has {self._max_len} tokens, {self._remedy}"
+                )
+            length *= 2
+
+    def _warn_of_second_bos(self, encoded: list[list[int]]) -> None:
+        """Once. encoded: token ids of texts."""
+        if any(len(token_ids) > 1 and token_ids[0] == token_ids[1] == self._bos for token_ids in encoded):
+            self._bos = None
+            logger.warning(
+                "a prompt begins with %s twice: its text has it already, as that of a chat template does, and the "
+                "tokenizer adds another, which makes answers worse. Use chat(), or pass "
+                "tokenizer(text, add_special_tokens=False) as the prompt (this is logged once)",
+                self._tokenizer.bos_token,
+            )
