@@ -8,7 +8,7 @@ import request_path
 PAGE = (request_path.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 # What a reader has to hold in mind. Lower these when the path becomes shorter. The aim is 110 functions and 15 frames.
-MOST_FUNCTIONS, MOST_LINES, MOST_FRAMES = 128, 1763, 19
+MOST_FUNCTIONS, MOST_LINES, MOST_FRAMES = 126, 1743, 19
 
 
 @pytest.fixture(scope="module")
