@@ -54,7 +54,7 @@ class TensorParallel:
         if self.size == 1:
             out[0] = x
         else:
-            # Flat, because gloo is particular about the shapes that it takes for a stack.
+            # Flat, because gloo accepts few shapes for a stack.
             args = out.view(-1), x.contiguous().view(-1), _in_stream_order(AllgatherOptions())
             _run(self.group._allgather_base, *args)
         return out
@@ -88,7 +88,7 @@ def _check_kv_heads(size: int, num_kv_heads: int, name: str = "num_key_value_hea
 
 
 def _in_stream_order(options):
-    """NCCL then takes the current stream instead of one of its own, and the two events between them are saved."""
+    """NCCL then uses the current stream instead of one of its own, which saves two events between them."""
     options.asyncOp = False
     return options
 
