@@ -10,7 +10,7 @@ from typing import Any, cast
 
 import torch
 
-from nanovllm.engine.engine_lock import Call
+from nanovllm.engine.engine_lock import User
 from nanovllm.engine.llm_engine import BY_HAND, LLMEngine
 from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.requests.chat import (
@@ -87,7 +87,7 @@ class LLM(LLMEngine):
             ValueError: no template, or a malformed message, which is named. Also as generate.
             TypeError: an argument of a wrong type, or an unknown one, with a hint where it belongs.
         """
-        with self._lock.turn(Call("chat()")):
+        with self._lock.turn(User("chat()")):
             pass  # Raises at once if generate would.
         if self.tokenizer is None:
             raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
@@ -143,21 +143,23 @@ class LLM(LLMEngine):
         Raises:
             ValueError, TypeError, RuntimeError: as generate.
         """
-        with self._lock.turn(call := Call("stream()")):
+        with self._lock.turn(user := User("stream()")):
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
-            return self._stream(call, self._sequences.make_all(prompts, params, streams=True))
+            return self._stream(user, self._sequences.make_all(prompts, params, streams=True))
 
-    def _stream(self, call: Call, requests: list[Any]) -> Iterator[StreamDelta]:
-        with self._driving(call), old_objects_set_aside():
-            with self._lock.turn(call):
-                self._queue(call, requests)
-            while call is self._lock.owner and self._is_busy():
-                with self._lock.turn(call):  # for one step only, so that another thread may read on
-                    finished, step = self._step()
-                    self._set_texts(finished)
-                    deltas = list(new_deltas(step.seqs, finished))
-                yield from deltas
+    def _stream(self, user: User, requests: list[Any]) -> Iterator[StreamDelta]:
+        try:
+            with old_objects_set_aside():
+                self._queue(user, requests)
+                while self._lock.is_serving(user):
+                    with self._lock.turn(user):  # for one step only, so that another thread may read on
+                        finished, step = self._step()
+                        self._set_texts(finished)
+                        deltas = list(new_deltas(step.seqs, finished))
+                    yield from deltas
+        finally:
+            self._lock.drop(user)
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def generate_iter(
@@ -188,25 +190,30 @@ class LLM(LLMEngine):
             ValueError, TypeError: a wrong argument, at once; a wrong prompt, when it is taken, naming its index.
             RuntimeError: as generate.
         """
-        with self._lock.turn(call := Call("generate_iter()")):
+        with self._lock.turn(user := User("generate_iter()")):
             require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
             pairs = pair_lazily(as_prompts(prompts, "prompts", self.tokenizer), sampling_params)
             max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
-            return self._generate_iter(call, PromptFeed(pairs, max_ahead), on_error)
+            return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
 
-    def _generate_iter(self, call: Call, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
-        with self._driving(call), old_objects_set_aside():
-            while self._refill(call, feed, on_error):
-                while call is self._lock.owner and self._is_busy():
-                    with self._lock.turn(call):
-                        finished, _ = self._step()
-                        self._set_texts(finished)
-                        feed.record(finished)
-                        self._refill(call, feed, on_error)
+    def _generate_iter(self, user: User, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
+        try:
+            with self._lock.turn(user):
+                pass  # Raises before any prompt is taken.
+            with old_objects_set_aside():
+                while self._refill(user, feed, on_error):
+                    while self._lock.is_serving(user):
+                        with self._lock.turn(user):
+                            finished, _ = self._step()
+                            self._set_texts(finished)
+                            feed.record(finished)
+                            self._refill(user, feed, on_error)
+                        yield from feed.results()
                     yield from feed.results()
-                yield from feed.results()
+        finally:
+            self._lock.drop(user)
 
-    def _refill(self, call: Call, feed: PromptFeed, on_error: str) -> bool:
+    def _refill(self, user: User, feed: PromptFeed, on_error: str) -> bool:
         """Queue prompts until twice max_num_seqs sequences are under way. Returns whether there were any. A few prompts
         at a time: enough for a prefill, but too few to delay a step by tokenizing them."""
         scheduler, max_num_seqs = self.scheduler, self.config.max_num_seqs
@@ -214,13 +221,13 @@ class LLM(LLMEngine):
         before = feed.num_taken
         while len(scheduler.waiting) + len(scheduler.running) + num <= 2 * max_num_seqs and (batch := feed.take(num)):
             prompts, params = zip(*batch, strict=True)
-            with self._lock.turn(call):
+            with self._lock.turn(user):
                 start = feed.num_taken - len(batch)
                 requests = self._sequences.make_all(list(prompts), params, on_error, start)
                 for index, request in enumerate(requests, start):
                     if isinstance(request, Exception):
                         feed.refuse(index, request)
-                if not self._queue(call, requests):
+                if not self._queue(user, requests):
                     break  # All were wrong: yield their errors before taking more.
         return feed.num_taken > before
 
@@ -247,7 +254,7 @@ class LLM(LLMEngine):
                 long as the engine's longest sequence.
             RuntimeError: the model's logits for a pair are NaN or infinite; or as generate.
         """
-        with self._lock.turn(Call("score()")):
+        with self._lock.turn(User("score()")):
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             completions = list(as_prompts(completions, "completions", self.tokenizer))
             if len(prompts) != len(completions):
@@ -298,7 +305,7 @@ class LLM(LLMEngine):
             now = time.perf_counter()
             for seq in aborted:
                 seq.completion.finish_time = now
-            if self._lock.owner is not BY_HAND:
+            if self._lock.user is not BY_HAND:
                 self._aborted += aborted
 
     def reset_prefix_cache(self) -> None:
@@ -323,7 +330,7 @@ class LLM(LLMEngine):
 
         The prefix cache is cleared. After any other exception some weights may be new and some old: update them again.
         """
-        with self._lock.turn(Call("update_weights()")):
+        with self._lock.turn(User("update_weights()")):
             if self._sleep_level == 2:
                 raise RuntimeError("update_weights(): the weights' memory has been given back: call wake_up() first")
             tensors = checked_tensors(self.model_runner.model, weights)
@@ -343,13 +350,12 @@ class LLM(LLMEngine):
         """
         if level not in (1, 2):
             raise ValueError(f"level={quoted(level)}: must be 1 (the KV cache) or 2 (also the weights)")
-        with self._lock.turn(Call("sleep()")):
+        with self._lock.turn(User("sleep()")), self._lock.step():
             if self._sleep_level:
                 raise RuntimeError("sleep(): the engine sleeps already")
-            with self._lock.step():
-                reset_prefix_cache(self.scheduler.block_manager)
-                self._sleep_level = level
-                self.model_runner.call("sleep", level)
+            reset_prefix_cache(self.scheduler.block_manager)
+            self._sleep_level = level
+            self.model_runner.call("sleep", level)
 
     def wake_up(self) -> None:
         """Take the memory again, and capture CUDA graphs again. After level 2 the weights are the checkpoint's. Does
@@ -357,10 +363,8 @@ class LLM(LLMEngine):
 
         Raises MemoryError if the memory is not free: the engine sleeps on then; and RuntimeError as update_weights.
         """
-        with self._lock.turn(Call("wake_up()")):
-            if not self._sleep_level:
-                return
-            with self._lock.step():
+        with self._lock.turn(User("wake_up()")), self._lock.step():
+            if self._sleep_level:
                 self.model_runner.call("wake_up")
                 self._sleep_level = 0
 

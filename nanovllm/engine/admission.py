@@ -46,8 +46,8 @@ class Admission:
     def decide(self, seq: Sequence, budget: int, num_deferred: int) -> int | Literal["defer", "stop"]:
         """What becomes of a waiting sequence without blocks, if the step can compute `budget` more tokens.
 
-        A number: it begins, and shares so many blocks. "defer": it waits for blocks that this step computes; others
-        behind it may begin. "stop": no other begins.
+        A number: it begins, and shares that number of blocks. "defer": it waits for blocks that this step computes;
+        others behind it may begin. "stop": no other begins.
         """
         if not self._is_open:
             return "stop"

@@ -21,8 +21,8 @@ class Block:
     hash: int = -1  # of all tokens up to its end; -1 if it is not full yet, or forgotten
     token_ids: AbstractSequence[int] = field(default_factory=list)  # whose keys and values it holds, if it has a hash
     prefix_id: int = 0  # content_id of the block before it; 0 for a first block
-    # Stands for (prefix_id, token_ids): blocks with the same content share it. A hit must match both, so a hash
-    # collision, here or in a block before, costs a miss and never a wrong answer.
+    # Stands for (prefix_id, token_ids): blocks with equal content share it. A hit must match both, so a hash collision,
+    # here or in an earlier block, costs a miss and never a wrong answer.
     content_id: int = 0
 
     def holds(self, token_ids: AbstractSequence[int], prefix_id: int) -> bool:
@@ -159,8 +159,8 @@ class BlockManager:
             block = self.blocks[seq.block_table[i]]
             block.update(hash, token_ids)
             block.prefix_id = prefix_id
-            # If two sequences have computed the same block side by side, the first one stays findable. A block with
-            # this hash and other content is replaced: its prefix is no longer known, or the hashes collide.
+            # If two sequences have each computed this content, the first copy stays findable. A block with this hash
+            # but other content is replaced: its prefix is no longer known, or the hashes collide.
             known = self.blocks[self.hash_to_block_id.setdefault(hash, block.block_id)]
             if known is not block and known.holds(token_ids, prefix_id):
                 block.content_id = known.content_id

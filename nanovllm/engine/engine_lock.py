@@ -1,48 +1,101 @@
-"""EngineLock: one call at a time, in one thread; exit() from any thread, between two steps."""
+"""EngineLock: one user at a time, in one thread; exit() from any thread, between two steps."""
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from weakref import WeakMethod
+from typing import Any
+from weakref import ref
 
 _EXITED = "this engine has exited: make a new LLM"
 
 
 @dataclass(eq=False)
-class Call:
-    """A call of the public interface, which owns the requests that it queues."""
+class User:
+    """A call of a public method, or all calls by hand together. It owns the requests that it queues."""
 
     name: str  # of the method, for messages
+    keeps_requests: bool = False  # after an error outside a step
 
 
 class EngineLock:
     """Protects an engine from concurrent use.
 
-    A thread holds `step` while it computes a step. `exit` waits for that, so no step begins after it. A signal handler
-    or the garbage collector can call `exit` in the middle of a step of its own thread: then it returns at once, and the
-    end of the step gives the memory back.
+    A user queues requests and computes steps inside a `turn`. Meanwhile another thread's turn raises RuntimeError. So
+    does any other user's turn while this user's requests are unfinished: a stream has no turn between two deltas.
 
-    A thread holds `turn` while it is inside a call that queues requests or computes steps. Another thread's call raises
-    RuntimeError meanwhile. So does any other call while this one's requests are unfinished: a stream holds no turn
-    between two of its deltas.
+    Inside a turn, a `step` is what `exit` waits for. A signal handler or the garbage collector can call `exit` in the
+    middle of a step of its own thread: then it returns at once, and the end of the step gives the memory back.
+
+    An exception in a turn drops the user's requests, and one in a step all requests.
+
+    Attributes:
+        user: whose requests are unfinished, or were the last ones.
     """
 
-    def __init__(self, end: Callable[[], None], is_busy: Callable[[], bool], check_workers: Callable[[], None] | None):
-        """end: gives the engine's memory back; called once. is_busy: whether requests are unfinished, or results not
-        delivered. check_workers: raises WorkerError if another rank has died; None with one rank."""
+    def __init__(self, engine: Any, end: Callable[[], None], check_workers: Callable[[], None] | None):
+        """engine: an LLMEngine. end: gives its memory back; harmless when called again. check_workers: raises
+        WorkerError if another rank has died; None with one rank."""
+        self._engine: Callable[[], Any] = ref(engine)  # Its finalizer holds this lock.
         self._end = end
-        self._is_busy = WeakMethod(is_busy)  # The engine's finalizer holds this lock, which must not hold the engine.
         self._check_workers = check_workers
         self._step_lock = threading.RLock()
         self._is_in_step = False  # the thread that holds the lock
         self._is_exiting = False
-        self._has_ended = False
         self._lock = threading.RLock()  # for the two fields below; never held while waiting for the step lock
-        self._turn: tuple[int, str] | None = None  # (thread, name) of the call under way
-        self.owner: Call | None = None  # of the unfinished requests
+        self._turn: tuple[int, str] | None = None  # (thread, user's name) of the outermost turn
+        self.user: User | None = None
 
-    # -- steps and the end -----------------------------------------------------------------------------------------
+    @contextmanager
+    def turn(self, user: User) -> Iterator[None]:
+        """A block in which the user alone works. Turns of one thread nest. Raises RuntimeError after exit, in another
+        thread's turn and while another user's requests are unfinished; and WorkerError if a worker has died."""
+        turn = threading.get_ident(), user.name
+        try:
+            with self.no_other_thread(user.name):
+                if self._is_exiting:
+                    raise RuntimeError(_EXITED)
+                if user is not self.user and self.is_serving(self.user):
+                    raise RuntimeError(
+                        f"{user.name} while other requests are unfinished: step() through those of add_request(), or "
+                        "drop them with abort_request(); read a stream() or generate_iter() to its end, or close() it"
+                    )
+                self.user = user
+                self._turn = self._turn or turn
+            if self._check_workers is not None:
+                with self.step():  # because a dead worker ends the engine
+                    self._check_workers()
+            yield
+        except BaseException:
+            if not user.keeps_requests:
+                self.drop(user, between_steps=False)
+            raise
+        finally:
+            if self._turn is turn:
+                self._turn = None
+
+    @contextmanager
+    def no_other_thread(self, name: str) -> Iterator[None]:
+        """A short block in which no other thread begins a turn. Raises RuntimeError if one has a turn."""
+        with self._lock:
+            if self._turn is not None and self._turn[0] != threading.get_ident():
+                raise RuntimeError(
+                    f"{name} is called while another thread is inside {self._turn[1]}: an LLM serves one thread at a "
+                    "time; queue the prompts in one call, or make one LLM per process"
+                )
+            yield
+
+    def is_serving(self, user: User | None) -> bool:
+        """Whether the user has unfinished requests, or finished ones not returned."""
+        engine = self._engine()
+        return user is self.user and engine is not None and not engine.is_finished()
+
+    def drop(self, user: User, between_steps: bool = True) -> None:
+        """Drop what requests the user still has: a stream may be closed late, and in any thread. between_steps: the
+        cache is in order, and its prefixes can be kept."""
+        with self._lock:
+            if self.is_serving(user):
+                self._engine()._drop_all(between_steps)
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -56,6 +109,9 @@ class EngineLock:
                 try:
                     self._is_in_step = True
                     yield
+                except BaseException:  # Counters may be ahead of the cache: going on would give wrong tokens.
+                    self._engine()._drop_all(between_steps=False)
+                    raise
                 finally:
                     self._is_in_step = False
         finally:
@@ -63,68 +119,8 @@ class EngineLock:
                 self.exit()
 
     def exit(self) -> None:
-        """Give the memory back. Harmless when called again."""
+        """Give the memory back, now or at the end of the step under way. Harmless when called again."""
         self._is_exiting = True
         with self._step_lock:
-            if not self._is_in_step and not self._has_ended:
-                self._has_ended = True
+            if not self._is_in_step:
                 self._end()
-
-    # -- calls -----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def turn(self, call: Call) -> Iterator[None]:
-        """A block in which `call` alone queues requests and computes steps. Raises RuntimeError after exit and if
-        that is another call's turn, and WorkerError if a worker has died."""
-        if self._check_workers is not None and not self._is_exiting:
-            self.check_thread(call.name)
-            with self.step():  # because a dead worker ends the engine
-                self._check_workers()
-        turn = threading.get_ident(), call.name
-        try:
-            with self._lock:
-                self.own(call)
-                if self._turn is None:  # else it is an outer call's: score() calls generate()
-                    self._turn = turn
-            yield
-        finally:
-            if self._turn is turn:
-                self._turn = None
-
-    def own(self, call: Call) -> None:
-        """Make the call the owner of what is queued from now on. Raises RuntimeError as `turn` does."""
-        if self._is_exiting:
-            raise RuntimeError(_EXITED)
-        with self._lock:
-            self.check_thread(call.name)
-            if call is self.owner:
-                return
-            is_busy = self._is_busy()
-            if is_busy is not None and is_busy():
-                raise RuntimeError(
-                    f"{call.name} while other requests are unfinished: step() through those of add_request(), or drop "
-                    "them with abort_request(); read a stream() or generate_iter() to its end, or close() it"
-                )
-            self.owner = call
-
-    @contextmanager
-    def no_other_thread(self, name: str) -> Iterator[None]:
-        """A block in which no other thread can begin a turn. Raises RuntimeError if another thread has one."""
-        with self._lock:
-            self.check_thread(name)
-            yield
-
-    def check_thread(self, name: str) -> None:
-        """Raises RuntimeError if another thread has a turn."""
-        turn = self._turn
-        if turn is not None and turn[0] != threading.get_ident():
-            raise RuntimeError(
-                f"{name} is called while another thread is inside {turn[1]}: an LLM serves one thread at a time; "
-                "queue the prompts in one call, or make one LLM per process"
-            )
-
-    @contextmanager
-    def if_owner(self, call: Call) -> Iterator[bool]:
-        """A block in which the owner stays the same. Yields whether it is this call."""
-        with self._lock:
-            yield call is self.owner

@@ -4,14 +4,13 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 
 from typing_extensions import Self
 
 from nanovllm.config import Config
-from nanovllm.engine.engine_lock import Call, EngineLock
+from nanovllm.engine.engine_lock import EngineLock, User
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.ranks.workers import Workers
@@ -33,7 +32,7 @@ from nanovllm.utils.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 
-BY_HAND = Call("add_request() or step()")
+BY_HAND = User("add_request() or step()", keeps_requests=True)
 
 
 class LLMEngine:
@@ -74,7 +73,7 @@ class LLMEngine:
         self.model_runner = ModelRunner(config, 0, ranks)
         self.ps, self.events = ranks.processes, ranks.events
         self._check_workers = self.model_runner.check_workers if self.ps else None
-        self._lock = EngineLock(self.model_runner.exit, self._is_busy, self._check_workers)
+        self._lock = EngineLock(self, self.model_runner.exit, self._check_workers)
         # Called once: by exit(), when the engine is collected, or when the interpreter ends.
         self._finalizer = weakref.finalize(self, self._lock.exit)
         self.scheduler = make_scheduler(config, self.model_runner)
@@ -139,28 +138,27 @@ class LLMEngine:
 
         After an exception or Ctrl-C, the requests are dropped and the engine is usable.
         """
-        with self._lock.turn(call := Call("generate()")):
+        with self._lock.turn(user := User("generate()")):
             check_arguments(on_error, on_step, use_tqdm)
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
             with old_objects_set_aside():  # Thousands of new objects would make the collector look at all old ones.
                 requests = self._sequences.make_all(prompts, params, on_error)
             results = Results(requests)
-            with self._driving(call), old_objects_set_aside():
-                num_seqs = self._queue(call, requests, reorder=True)
-                del requests  # so that each sequence is freed with its result, not all after the last step
-                with progress_bar(use_tqdm, num_seqs) as show:
-                    while call is self._lock.owner and self._is_busy():
-                        finished, step = self._step()
-                        self._set_texts(finished)  # while the device computes the next step
-                        results.record(finished)
-                        if on_step is not None:
-                            on_step(self.stats())
-                        if show is not None:
-                            show(len(finished), step.num_tokens)
+            num_seqs = self._queue(user, requests, reorder=True)
+            del requests  # so that each sequence is freed with its result, not all after the last step
+            with old_objects_set_aside(), progress_bar(use_tqdm, num_seqs) as show:
+                while self._lock.is_serving(user):
+                    finished, step = self._step()
+                    self._set_texts(finished)  # while the device computes the next step
+                    results.record(finished)
+                    if on_step is not None:
+                        on_step(self.stats())
+                    if show is not None:
+                        show(len(finished), step.num_tokens)
             return [results.ready[i] for i in range(len(prompts))]
 
-    def _queue(self, call: Call, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
+    def _queue(self, user: User, requests: list[list[Sequence] | Exception], reorder: bool = False) -> int:
         """Queue the requests that can be served. Returns the number of sequences. reorder: as `longest_first` says."""
         seqs = [seq for request in requests if isinstance(request, list) for seq in request]
         if reorder:
@@ -168,12 +166,12 @@ class LLMEngine:
             capacity = len(manager.blocks) * manager.block_size
             seqs = longest_first(seqs, self.scheduler.max_seq_len, capacity, manager.enable_prefix_caching)
         if self._sleep_level:
-            raise RuntimeError(f"{call.name}: the engine sleeps; call wake_up() first")
-        self._lock.own(call)  # again, because the iterable of prompts may have used the engine itself
-        now = time.perf_counter()
-        for seq in seqs:
-            seq.completion.arrival_time = now
-            self.scheduler.add(seq)
+            raise RuntimeError(f"{user.name}: the engine sleeps; call wake_up() first")
+        with self._lock.turn(user):  # again, because the iterable of prompts may have used the engine itself
+            now = time.perf_counter()
+            for seq in seqs:
+                seq.completion.arrival_time = now
+                self.scheduler.add(seq)
         return len(seqs)
 
     def _set_texts(self, finished: list[Sequence]) -> None:
@@ -195,9 +193,9 @@ class LLMEngine:
         start = time.perf_counter()
         scheduler = self.scheduler
         if self._in_flight is None and not scheduler.is_finished():  # nothing to read yet
-            with self._computing():
+            with self._lock.step():
                 self._advance(self._launch())
-        with self._computing():
+        with self._lock.step():
             if self._check_workers is not None:
                 self._check_workers()
             step, following = self._in_flight, None
@@ -241,17 +239,6 @@ class LLMEngine:
         self.scheduler.advance(step)
         self._in_flight = step
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        """A block that `exit` waits for. If it fails, all requests are dropped: their counters may be ahead of the
-        cache, and going on would give wrong tokens."""
-        with self._lock.step():
-            try:
-                yield
-            except BaseException:
-                self._drop_all(self.scheduler.reset)
-                raise
-
     # -- requests by hand --------------------------------------------------------------------------------------------
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
@@ -293,40 +280,16 @@ class LLMEngine:
         return self._step()
 
     def is_finished(self) -> bool:
-        """Whether no request is left to work on."""
-        return not self._is_busy()
+        """Whether no request is left to work on, and no finished one to return."""
+        return not (self._in_flight or self._aborted or self.scheduler.waiting or self.scheduler.running)
 
     def stats(self) -> EngineStats:
         """The engine's state now, and what it has done so far. Only reads counters."""
         return engine_stats(self.scheduler, self._num_steps, self._seconds)
 
-    # -- who may use the engine, and for how long --------------------------------------------------------------------
-
-    @contextmanager
-    def _driving(self, call: Call) -> Iterator[None]:
-        """A block that computes steps for a call. If it raises, all requests are dropped."""
-        self._lock.own(call)
-        try:
-            yield
-        except GeneratorExit:  # between two steps, so that the prefix cache can be kept
-            self._drop(call, self.scheduler.abort)
-            raise
-        except BaseException:
-            self._drop(call, self.scheduler.reset)
-            raise
-
-    def _is_busy(self) -> bool:
-        """Whether requests are unfinished, or finished ones not returned."""
-        return bool(self._in_flight or self._aborted or self.scheduler.waiting or self.scheduler.running)
-
-    def _drop(self, call: Call, drop: Callable[[], object]) -> None:
-        """Drop all sequences, unless another call has begun: a stream may be closed late, and in any thread."""
-        with self._lock.if_owner(call) as is_owner:
-            if is_owner:
-                self._drop_all(drop)
-
-    def _drop_all(self, drop: Callable[[], object]) -> None:
-        drop()
+    def _drop_all(self, between_steps: bool) -> None:
+        """Drop all requests, for the lock. between_steps: the cache is in order, and its prefixes are kept."""
+        (self.scheduler.abort if between_steps else self.scheduler.reset)()
         self._in_flight, self._aborted = None, []
 
 

@@ -21,7 +21,7 @@ class Check(NamedTuple):
     num_failed: int  # lines that cannot be served
     num_prompt_tokens: int  # of the others
     max_completion_tokens: int  # that they may generate together
-    errors: list[Row]  # the first 1,000, as rows of errors.jsonl
+    errors: list[Row]  # the first 1,000, as rows of _errors.jsonl
 
 
 def check_batch(

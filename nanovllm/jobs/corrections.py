@@ -60,7 +60,7 @@ class Corrections:
         return found.find(b"".join(self.rows))
 
     def inputs(self) -> Inputs:
-        """Makes the `Inputs` that read them, in the same order."""
+        """Makes the `Inputs` that read them, in this order."""
         return Inputs([str(self._path)], id_column=self._id_column)
 
     def repeat_rows(self, inputs: Inputs, found: Scan) -> None:

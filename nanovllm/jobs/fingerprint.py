@@ -1,6 +1,7 @@
-"""The fingerprint of a model's files: whether a job that goes on has the same model as before.
+"""The fingerprint of a model's files: does a resumed job still have its model?
 
-It is a hash for each file: of all bytes, but of weights of the size, the header, and a sample of each tensor.
+It is a hash of each file. All bytes are hashed, except in files of weights: their size, header, and a sample of each
+tensor.
 """
 
 import json

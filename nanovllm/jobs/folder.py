@@ -31,11 +31,10 @@ _LOCK_SECONDS = 1.0  # `is_locked` holds the lock for a moment.
 
 MANIFEST, ERRORS, EARLY, CORRECTED = "_manifest.json", "_errors.jsonl", "_early.jsonl", "_corrected.jsonl"
 _LOCK = ".lock"
-_OLD_NAMES = {ERRORS: "errors.jsonl", MANIFEST: "manifest.json"}  # in folders of version 0.1's first weeks
 _PART = re.compile(r"part-(\d{5,})\.(jsonl|parquet)")
-_OPEN_PART = re.compile(r"_?part-(\d{5,})\.jsonl\.tmp")
+_OPEN_PART = re.compile(r"_part-(\d{5,})\.jsonl\.tmp")
 _OWN = re.compile(
-    r"(_?part-\d{5,}\.(jsonl|parquet)|_?errors\.jsonl|_?manifest\.json|_corrected\.jsonl)(\.tmp)?|_early\.jsonl|"
+    r"(_?part-\d{5,}\.(jsonl|parquet)|_errors\.jsonl|_manifest\.json|_corrected\.jsonl)(\.tmp)?|_early\.jsonl|"
     r"_joined\.(jsonl|parquet)"
 )
 _DATA_SUFFIXES = (".json", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".zst", ".xlsx", ".arrow")
@@ -139,7 +138,7 @@ class JobFolder:
 
     def read_manifest(self) -> dict[str, Any] | None:
         """None if no job has begun here. Raises ValueError if this is some other folder or file."""
-        path = self._find(MANIFEST)
+        path = self.path / MANIFEST
         try:
             manifest = json.loads(path.read_bytes())
         except FileNotFoundError:
@@ -178,25 +177,12 @@ class JobFolder:
 
     def clear(self) -> None:
         """Delete the answers. The manifest stays until the next one takes its place."""
-        self._rename_old()
         for name in os.listdir(self.path):
             if _OWN.fullmatch(name) and name != MANIFEST:
                 os.unlink(self.path / name)
         if self.file is not None:
             self.file.unlink(missing_ok=True)
         sync(self.path)
-
-    def _find(self, name: str) -> Path:
-        """A file of this name, or of its old name."""
-        new = self.path / name
-        old = self.path / _OLD_NAMES[name]
-        return old if not new.exists() and old.exists() and not (self.path / MANIFEST).exists() else new
-
-    def _rename_old(self) -> None:
-        """Give the files of an old folder their new names, the manifest last."""
-        for name in _OLD_NAMES:
-            if (old := self._find(name)).name != name:
-                self._rename(old, self.path / name)
 
     # -- parts ---------------------------------------------------------------------------------------------------------
 
@@ -237,7 +223,6 @@ class JobFolder:
     def recover(self, parquet: ParquetFormat | None) -> None:
         """Complete what a crash has left open. Afterwards every row is in a complete part, in the errors, or in the
         file of early rows."""
-        self._rename_old()
         self._delete_joined()
         are_complete = {number for number, _ in self._numbered(_PART)}
         for number, path in self._numbered(_OPEN_PART):
@@ -267,7 +252,7 @@ class JobFolder:
             self.forget_errors()
 
     def errors(self) -> Iterator[Row]:
-        path = self._find(ERRORS)
+        path = self.path / ERRORS
         return (error for _, error in _json_rows(path)) if path.exists() else iter(())
 
     def read(self, see: Callable[[bytes], object] = lambda line_id: None) -> Counts:

@@ -48,7 +48,7 @@ _OTHER_CONTENTS = {
 }
 _GZIP = b"\x1f\x8b"
 _BOM = codecs.BOM_UTF8
-_UTF_16_AND_32 = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # They begin as those of UTF-16 do.
+_UTF_16_AND_32 = {codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32"}  # They begin like UTF-16's.
 _UTF_16_AND_32 |= {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 _ROWS_AT_ONCE = 1024  # of Parquet
 _BYTES_AT_ONCE = 1 << 20

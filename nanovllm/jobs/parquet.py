@@ -33,7 +33,7 @@ class ParquetFormat:
         self._texts = {name for name, kind in columns.items() if kind == text}
 
     def write(self, rows: Path, path: Path) -> None:
-        """Write a file of Parquet. rows: a file of the same rows in JSON."""
+        """Write a Parquet file. rows: a file with its rows in JSON lines."""
         import pyarrow as pa
         from pyarrow.parquet import write_table
 
@@ -54,7 +54,7 @@ def _as_text(value: Any) -> str | None:
 
 
 def _plain_types(inputs: Inputs) -> dict[str, Any]:
-    """Types of the columns that are plain, and the same in all files."""
+    """Types of the plain columns, which do not differ between files."""
     from pyarrow import types
     from pyarrow.parquet import read_schema
 

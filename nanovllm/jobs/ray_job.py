@@ -1,7 +1,7 @@
 """A job on several GPUs or machines: Ray runs an engine in each of its actors, and this process hands out the lines.
 
-Reading and writing are those of a job with one engine: this process alone has the input and the folder. A line is done
-when its row is written. So whatever dies, the lines that were with it are handed out again.
+Reading and writing work as in a job with one engine: only this process has the input and the folder. A line is done
+when its row is written. If an actor dies, its unfinished lines are handed out again.
 """
 
 import logging
@@ -42,7 +42,7 @@ _SECONDS_PER_ENGINE = 0.005
 _POLL_SECONDS = 0.1
 _LAST_SECONDS = 5.0  # After an interrupt, for what is finished.
 _MAX_STARTS = 3  # of an engine, if its process dies before it has started
-_MAX_DEATHS = 10  # of engines that had one and the same line
+_MAX_DEATHS = 10  # of engines while they had a certain line
 _READ_BATCH, _READ_AHEAD = 64, 128  # lines, and batches of a reading process
 
 
@@ -123,7 +123,7 @@ class RayEngines:
 
     def _hand_out(self) -> None:
         """Give every engine that waits as many lines as it should have."""
-        # No engine gets more than its share of all lines that are left, so that all end at the same time.
+        # No engine gets more than its share of the lines that are left, so that all end together.
         most = min(self._most_lines, -(-self._num_left // len(self._all)))
         for engine in self._all:
             if engine.has_started and engine.call is None:

@@ -46,7 +46,7 @@ class JobError(RuntimeError):
     """A job stopped half-way.
 
     Attributes:
-        goes_on: whether the same call goes on with it.
+        goes_on: whether a repeated call would continue the job.
     """
 
     goes_on = True

@@ -59,7 +59,7 @@ class VocabParallelEmbedding(nn.Module):
         shard_multiple: int = 1,
         has_weight: bool = True,
     ):
-        """has_weight: whether it has a weight of its own."""
+        """has_weight: whether to allocate a weight."""
         super().__init__()
         self.tp = tp or TensorParallel()
         self.tp_rank, self.tp_size = self.tp.rank, self.tp.size

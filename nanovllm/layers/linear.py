@@ -47,7 +47,7 @@ class LinearBase(nn.Module):
     Attributes:
         tp_rank, tp_size: of tp.
         is_plain: whether forward is torch's `F.linear`: without a table, and of a weight that is a plain tensor.
-        products: the same product and others, such as one that adds to its output, by operation.
+        products: this product and its variants, such as one that adds to its output, by operation.
     """
 
     weight: nn.Parameter
@@ -258,8 +258,8 @@ class KeysAsValuesParallelLinear(QKVParallelLinear):
 
 
 class GatedQKVParallelLinear(QKVParallelLinear):
-    """The same, followed by a gate for each number of q: [num_tokens, this rank's (2 * num_heads + 2 * num_kv_heads) *
-    head_size]. In the checkpoint's q_proj each head has the rows of its query and then those of its gate."""
+    """q, k and v, then a gate for each number of q: [num_tokens, this rank's (2 * num_heads + 2 * num_kv_heads) *
+    head_size]. In the checkpoint's q_proj each head has the rows of its query and then the rows of its gate."""
 
     def __init__(self, hidden_size: int, head_size: int, total_num_heads: int, *args: Any, **options: Any):
         more_sizes = {"gate": total_num_heads * head_size}

@@ -39,7 +39,7 @@ class RopeParameters:
     truncate: bool = True  # whether the ends of the ramp are rounded outwards to whole pairs
     # Any type may have this: how much the scores grow with the logarithm of the query's position (Llama 4's).
     llama_4_scaling_beta: float | None = None
-    # Only llama3 has these: the same two bounds, of which the low one is that of the slow pairs.
+    # Only llama3 has these two bounds. The low one is for the slow pairs.
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     # Only longrope has these: what each pair's period is multiplied by, up to the trained context and beyond it.
@@ -178,8 +178,8 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
     if any(isinstance(value, dict) for value in settings.values()):
         raise ValueError(f"rope settings by kind of layer are not supported: {', '.join(settings)}")
 
-    # Some writers store unused settings as null, which is the same as absent. mRoPE's sections of the dimensions have
-    # positions of their own in images, and the same positions in text.
+    # Some writers store unused settings as null, which means absent. mRoPE's sections of the dimensions differ in their
+    # positions in images, but not in text.
     unused = ("mrope_section", "mrope_interleaved", "max_position_embeddings")  # The last is the configuration's own.
     settings = {name: value for name, value in settings.items() if value is not None and name not in unused}
     base = settings.pop("rope_theta", getattr(hf_config, "rope_theta", None))

@@ -22,10 +22,10 @@ class RotaryEmbedding(nn.Module):
     """Half-split rotary embedding with a precomputed table; one instance serves all layers with the same settings.
 
     Args:
-        head_size: of which the first rotary_dim dimensions are rotated.
+        head_size: dimensions of a head. The first rotary_dim of them are rotated.
         max_position_embeddings: positions in the table; every position looked up must be below it.
         base: theta of the paper.
-        rope: the checkpoint's scaling, from `rope_parameters`, which has the same base and rotary_dim; None: none.
+        rope: the checkpoint's scaling, from `rope_parameters`, with this base and rotary_dim; None: none.
 
     Attributes:
         head_size: as given.
@@ -79,8 +79,7 @@ def get_rope(
     base: float,
     rope_scaling: RopeParameters | Mapping[str, Any] | None = None,
 ) -> RotaryEmbedding:
-    """The RotaryEmbedding with these settings on torch's default device: one for all who ask, as long as somebody
-    uses it.
+    """The RotaryEmbedding with these settings on torch's default device. Equal settings share one while it is in use.
 
     rope_scaling: as config.json has it under this name or under `rope_parameters`; or `RopeParameters`. Raises
     ValueError for settings that are not supported.

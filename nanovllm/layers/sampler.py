@@ -22,8 +22,8 @@ class Sampler(nn.Module):
     number, word 1 is 0 for columns and 1 for groups, and the position is the rest. So a request's token at a position
     depends on its logits, temperature and seed alone, never on the batch, its order, or a preemption in between.
 
-    With several ranks each finds the best of its columns, only these are gathered, and every rank picks the same
-    winner. Scores do not depend on how the columns are divided.
+    With several ranks each finds the best of its columns. Only these are gathered, and all ranks pick the best of them.
+    Scores do not depend on how the columns are divided.
 
     Args:
         tp: this rank's place.
@@ -53,7 +53,7 @@ class Sampler(nn.Module):
 
         Args:
             logits: `[batch, vocab_size]`, any float dtype, rows contiguous; with several ranks this rank's columns,
-                of which there may be none.
+                perhaps none.
             temperatures: float32 `[batch]`; 0 is greedy: the highest logit, the lowest token id on ties.
             seeds: int64 `[batch]`, all 64 bits used; None draws them from torch's generator, so that
                 torch.manual_seed repeats them.

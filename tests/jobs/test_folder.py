@@ -228,19 +228,6 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
         folder.read_manifest()
 
 
-def test_an_old_folder_goes_on_under_the_new_names(tmp_path):
-    (tmp_path / "manifest.json").write_text(json.dumps(A_MANIFEST))
-    (tmp_path / "errors.jsonl").write_text(f"{error(1)}\n")
-    (tmp_path / "part-00000.jsonl").write_text(f"{answer(0)}\n")
-    (tmp_path / "part-00001.jsonl.tmp").write_text(f"{answer(2)}\n")
-    assert job_status(tmp_path).counts[:2] == (2, 1)
-    with JobFolder(tmp_path) as folder:
-        folder.recover(None)
-        assert folder.read()[:2] == (2, 1)
-    assert sorted(os.listdir(tmp_path)) == [".lock", ERRORS, MANIFEST, "part-00000.jsonl", "part-00001.jsonl"]
-    assert job_status(tmp_path).counts[:2] == (2, 1)
-
-
 @pytest.mark.parametrize(
     ("change", "key"),
     [

@@ -42,7 +42,7 @@ class Place:
 
 class Places(NoPlaces):
     """The scheduler's side of the stores (`layers.stores`) beside the paged KV cache: a state of fixed size for each
-    sequence, of which there is a limited number.
+    sequence. Their number is limited.
 
     A sequence holds a slot from its first step to its end, or to its preemption, after which its state is computed
     again. The other slots may hold snapshots: states after a known prefix, with which other sequences begin. They read
@@ -57,7 +57,7 @@ class Places(NoPlaces):
     """
 
     def __init__(self, num_slots: int, chunk: int = CHUNK):
-        """chunk: a prefill's kernels know the state after each so many of its new tokens."""
+        """chunk: a prefill's kernels compute the state once every `chunk` new tokens."""
         self.num_slots = num_slots
         self.chunk = chunk
         self._free = list(range(num_slots))
@@ -172,9 +172,9 @@ class Places(NoPlaces):
     # -- snapshots ---------------------------------------------------------------------------------------------------
 
     def request_snapshot(self, seq: Sequence, first: int, end: int) -> bool:
-        """Have the step that is being scheduled write a snapshot of the sequence, after as many tokens as possible of
-        more than `first` and at most `end`. One that it takes already may be taken earlier for that. Returns whether
-        there will be one."""
+        """Have the step that is being scheduled write a snapshot of the sequence, after as many tokens as possible,
+        more than `first` and at most `end`. If it already takes one, that may move to an earlier token. Returns
+        whether there will be one."""
         place = seq.place
         if place is None or not self._is_open:
             return False

@@ -47,7 +47,7 @@ class CallWriter:
         return self._worker_events[worker]
 
     def close_worker_events(self) -> None:
-        """Once all workers are started: a worker's end must be nobody else's, or its death would not show."""
+        """Call this once all workers are started. If others held a worker's end open, its death would not show."""
         for event in self._worker_events:
             event.close()
 

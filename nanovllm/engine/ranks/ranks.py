@@ -51,7 +51,7 @@ class Ranks:
         """Raises WorkerError if one of them has died or failed."""
 
     def interruptible(self, times: int) -> AbstractContextManager:
-        """A block in which this rank waits for the others, until so many Ctrl-C."""
+        """A block in which this rank waits for the others, at most until the user has pressed Ctrl-C `times` times."""
         return nullcontext()
 
     def leaving(self) -> AbstractContextManager:

@@ -49,7 +49,7 @@ class Workers(Ranks):
 
     A thread sleeps until one of them reports or ends. The first that fails or ends unasked, or shows no sign of life
     for watchdog_timeout, makes the `failure`; the thread then ends the others and aborts the collectives, so that rank
-    0 waits for nobody who will not come. Repeated Ctrl-C does the same.
+    0 does not wait for ever. Repeated Ctrl-C does this too.
 
     Attributes:
         failure: once a worker has died or failed, which one, and how.
@@ -161,8 +161,8 @@ class Workers(Ranks):
 
     @contextmanager
     def interruptible(self, times: int) -> Iterator[None]:
-        """A block in which rank 0 waits for the others. Ctrl-C so many times ends them, and so the wait, wherever the
-        main thread hangs."""
+        """A block in which rank 0 waits for the others. Ctrl-C ends them when pressed `times` times, and with
+        them the wait, wherever the main thread hangs."""
         self._interrupts_left = times
         with self._interrupts.listening():
             try:

@@ -25,7 +25,7 @@ _OF_TRANSFORMERS = (
 
 # How the types of a message's parts begin that are no texts.
 _NO_TEXTS = ("image", "video", "audio", "input_image", "input_audio")
-_MAX_KNOWN = 64  # templates of which is kept what they expect
+_MAX_KNOWN = 64  # templates; what each expects is kept
 _PROBES = ("first-probe", "second-probe")  # texts that no template has of its own
 
 

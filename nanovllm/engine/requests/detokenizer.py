@@ -20,8 +20,8 @@ _DECODERS_OF_TOKENS = ("Replace", "ByteFallback", "Strip", "Metaspace", "WordPie
 class TokenTexts(dict[int, str | None]):
     """{token id: the text that it adds to any text that has begun and ends with a whole character}, filled when read.
 
-    None for tokens whose text depends on their neighbours: bytes, parts of characters, and those that are left out. All
-    are None for decoders of which it is not known.
+    None for tokens whose text depends on their neighbours: bytes, parts of characters, and tokens that are left out.
+    All are None if the decoder is unknown.
     """
 
     def __init__(self, detokenizer: "Detokenizer", skip_special_tokens: bool):
@@ -109,8 +109,8 @@ class Detokenizer:
         return self.added_text(seq.token_ids, seq.num_prompt_tokens, tokens, skip_special_tokens) + ending
 
     def context(self, tokens: Tokens[int], end: int, skip_special_tokens: bool) -> tuple[list[int], str]:
-        """The last of tokens[:end], and their text, such that whatever follows adds the same to it as to the text of
-        all of them.
+        """The last tokens of tokens[:end], and their text. Tokens that follow add to it what they would add to the text
+        of all of tokens[:end].
 
         Why a few tokens suffice: the decoders of the tokenizers library decode each token alone, with three exceptions.
         - At the beginning they drop a space (Strip, Metaspace) or add none (WordPiece). A context that has text is past
@@ -204,7 +204,7 @@ def _steps(decoder: Any) -> list[str]:
 
 
 def _is_local(steps: list[str]) -> bool:
-    """Whether the text of tokens, once whole characters, stays the same whatever follows."""
+    """Whether later tokens leave the text of earlier ones alone, once it is whole characters."""
     joined = next((i for i, name in enumerate(steps) if name in ("Fuse", "ByteLevel")), len(steps))
     rest = steps[joined + 1 :]  # What they do with the whole text is known of Strip alone.
     return steps != [] and set(steps[:joined]) <= set(_DECODERS_OF_TOKENS) and set(rest) <= {"Fuse", "Strip"}

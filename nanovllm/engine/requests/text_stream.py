@@ -66,8 +66,8 @@ class TextStream:
     Stop strings are looked for in the text of the tokens so far, also where a later token may change it. Text that may
     be the beginning of one is held back until that is decided.
 
-    Most tokens add the same text wherever they stand, see `TokenTexts`. Others, such as parts of characters, are
-    decoded together with the tokens before them.
+    The text of most tokens does not depend on their neighbours, see `TokenTexts`. Others, such as parts of characters,
+    are decoded together with the tokens before them.
 
     Attributes:
         num_tokens: tokens of the completion that were read.
@@ -147,7 +147,7 @@ class TextStream:
         return False
 
     def _add(self, text: str) -> bool:
-        """Take the text of a token that adds the same wherever it stands."""
+        """Add the text of a token that does not depend on its neighbours."""
         if self._stops is None or not (self._held or self._stops.begins_in(text)):
             self._pieces.append(text)
             return False

@@ -65,7 +65,7 @@ class ToolCallSplitter:
         return content, calls
 
     def _num_free(self) -> int:
-        """How many characters at the beginning of what is held are content, whatever follows."""
+        """How many of the first characters held are certainly content."""
         start = self._held.find(OPENING)
         if start < 0:
             start = len(self._held) - num_undecided(self._held, OPENING)

@@ -11,8 +11,8 @@ from nanovllm.models.loader import forget_loaders
 
 
 def give_back(fields: dict, kept: tuple[str, ...], device: torch.device) -> None:
-    """Delete a ModelRunner's attributes except the kept ones, whatever of them there is yet, and give back what they
-    held. Harmless when called again."""
+    """Delete a ModelRunner's attributes except the kept ones, and give back what they held. Some may not exist yet.
+    Harmless when called again."""
     if "stores" in fields:
         free_stores(fields["stores"])
     if "model" in fields:

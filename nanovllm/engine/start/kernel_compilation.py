@@ -26,7 +26,7 @@ from nanovllm.utils.context import Context, step_context
 from nanovllm.utils.interrupts import held_interrupt
 
 _NUM_SLOTS = 1024  # of the KV cache for tracing; more than warmup_kernels needs
-_LONG_PREFILL = 2048  # tokens; longer prefills launch the same variants, except of the table's products
+_LONG_PREFILL = 2048  # tokens; longer prefills need no other variants, except for the table's products
 
 
 class StepRunner(Protocol):
@@ -100,7 +100,7 @@ def trace_steps(runner: StepRunner) -> None:
 
 
 def _speculative_step(seq: Sequence, num_rows: int) -> Step:
-    """One of so many rows of one sequence."""
+    """A step with num_rows rows of one sequence."""
     return Step([seq], False, proposed=[[0] * (num_rows - 1)])
 
 
@@ -145,8 +145,8 @@ def _trace_options(logits: torch.Tensor) -> None:
 
 
 def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
-    """Prefills that need every variant of the kernels: of one sequence and of two, short and as long as any variant
-    asks and a step may be, with a cached prefix and without, in the cache's first blocks."""
+    """Prefills that together need every variant of the kernels: one sequence and two, short and as long as a variant
+    and a step allow, with a cached prefix and without, in the cache's first blocks."""
     most_tokens = config.max_num_batched_tokens
     longest = min(cast(int, config.max_model_len), num_blocks * config.kvcache_block_size)
     # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.

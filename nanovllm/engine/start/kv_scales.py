@@ -1,7 +1,7 @@
 """The scales of an fp8 KV cache: those of the checkpoint, calibrated ones, or 1.
 
 All are powers of two (see `kernels.attention.kv_quantization`). They are chosen before the first key is stored and
-before CUDA graphs are captured, and stay the same, so all blocks of a cache mean the same.
+before CUDA graphs are captured, and never change, so that they hold for every block of the cache.
 """
 
 import logging
@@ -40,7 +40,7 @@ _SMALLEST_SCALE = 2.0**-14  # float16 then holds the smallest value of a cache e
 
 
 def choose_kv_scales(config: Config, model: DecoderForCausalLM, cache: PagedKVCache) -> None:
-    """Fill the cache's scales, if it has some, as the option kv_cache_scales says. All ranks do so at the same time."""
+    """Fill the cache's scales, if it has any, as the option kv_cache_scales says. All ranks must call this together."""
     if cache.scales is None:
         return
     wanted, source = config.kv_cache_scales, "one"
@@ -144,7 +144,7 @@ def calibrated_scales(
 
 
 def _calibration_prompts(config: Config) -> torch.Tensor:
-    """Random tokens, the same at every start; every second prompt begins with the model's beginning of a text."""
+    """Random tokens, equal at every start. Every second prompt begins with the model's BOS token."""
     # numpy's generator gives the same numbers on every device.
     shape = _CALIBRATION_PROMPTS, min(_CALIBRATION_LENGTH, cast(int, config.max_model_len))
     prompts = np.random.default_rng(0).integers(config.hf_config.vocab_size, size=shape)

@@ -22,8 +22,8 @@ RESERVED_SHARE = 0.02
 
 
 def largest_prefill(config: Config, device: torch.device) -> ModelInputs:
-    """The step that takes the most memory. It has as many sequences as a step may hold, so that the logits are at their
-    largest as well."""
+    """The step that needs the most memory. It has the most sequences that a step may have, because each adds a row of
+    logits."""
     most_tokens = config.max_num_batched_tokens
     num_seqs = min(config.max_num_seqs, most_tokens)
     num_tokens = min(most_tokens, num_seqs * cast(int, config.max_model_len))

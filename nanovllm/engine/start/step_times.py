@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.engine.speculation.budget import StepTimes
 
-_REPEATS = 3  # of which the fastest counts: others were disturbed
+_REPEATS = 3  # The fastest one counts: the others were disturbed.
 _SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512  # where there are no graphs
 _MAX_CPU_SIZE = 64  # On a CPU wider steps take longer in proportion.
 
@@ -18,7 +18,7 @@ def measure_step_times(
     """Time steps of padding.
 
     Args:
-        compute: starts a step of so many rows.
+        compute: starts a step with the given number of rows.
         sizes: of CUDA graphs; none where there are no graphs.
         max_rows: of the largest step.
     """

@@ -55,8 +55,8 @@ class AttentionBackend(ABC):
     """Computes attention. The engine chooses one at its start, by `backends.select_backend`.
 
     A back end may need more of a step than the context holds. It declares arrays of its own in `layout`, fills them in
-    `host_arrays`, and makes of them in `arguments` what its `decode` finds in `Context.attention`. The arrays reach the
-    device in the same copy as the others.
+    `host_arrays`, and makes of them in `arguments` what its `decode` finds in `Context.attention`. One copy sends
+    all arrays of a step to the device.
 
     Attributes:
         name: the value of the option `attention_backend` that selects it.

@@ -15,12 +15,12 @@ class DecodeConstants:
     """Constants for keys of one kind on one GPU, by the number of rows x KV heads.
 
     The table's setting "decode_attention" has a group of them for a head_dim and a dtype of the cache, measured with
-    models of 16 bits. Others share the group of head_dim 128 in bfloat16, with smaller tiles if the keys are larger as
-    they are multiplied. `benchmarks/attention_decode.py --sweep` measures a group.
+    models of 16 bits. Others share the group of head_dim 128 in bfloat16, with smaller tiles if their keys, in the
+    model's dtype, have more bytes. `benchmarks/attention_decode.py --sweep` measures a group.
     """
 
     def __init__(self, table: Table, head_dim: int, dtype: torch.dtype, cache_dtype: torch.dtype):
-        """dtype: of the model; cache_dtype: the same, or float8_e4m3fn."""
+        """dtype: of the model; cache_dtype: also that, or float8_e4m3fn."""
         groups = table.settings["decode_attention"]
         group, shrink = groups.get(f"{head_dim} {speed_name(cache_dtype)}"), 1
         if group is None or dtype == torch.float32:
@@ -38,8 +38,8 @@ class DecodeConstants:
     def group_config(
         self, num_rows: int, num_heads: int, num_kv_heads: int, tma: bool, group_rows: int
     ) -> DecodeConfig:
-        """`config` of a speculative step of num_rows rows in groups of group_rows: that of as many rows as there are
-        full groups. Each warp has the lanes that it has there, as far as possible: with more, registers spill."""
+        """`config` of a speculative step of num_rows rows in groups of group_rows: that of one row for each group.
+        A warp gets no more lanes than it has there, where possible: with more, registers spill."""
         config, group = self.config(-(-num_rows // group_rows), num_kv_heads, tma), num_heads // num_kv_heads
         more = num_lanes(group * group_rows, config.tma) // num_lanes(group, config.tma)
         return config._replace(num_warps=max(config.num_warps, min(config.num_warps * more, _MOST_WARPS)))

@@ -34,7 +34,7 @@ class FlashAttn4(OptionalPackage):
 
     Args:
         varlen_func: like flash_attn.cute.flash_attn_varlen_func.
-        paged_func: the same for keys in pages; None for varlen_func.
+        paged_func: like varlen_func, for keys in pages; None: varlen_func itself.
     """
 
     name = "flash-attn-4"

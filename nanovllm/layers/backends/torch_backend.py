@@ -150,8 +150,8 @@ class DecodeGroup(NamedTuple):
 class DecodePlan:
     """How the attention of a decode step is computed in a few calls, for all layers with the same window.
 
-    Rows with about as many keys are computed together. The number of keys that a row is padded to depends on its own
-    length alone. So the sums of its scores and values have the same order in any batch.
+    Rows with about equally many keys are computed together. The number of keys that a row is padded to depends on its
+    own length alone. So the order in which its scores and values are summed does not depend on the batch.
     """
 
     def __init__(self, context_lens: np.ndarray, tables: np.ndarray, shape: AttentionShape, window: int | None):

@@ -58,7 +58,7 @@ class TritonBackend(GpuBackend):
         if name == "group_plans":
             groups = RowGroups.of(arrays["group_rows"][:num_rows], self._group_rows)
             num_groups = len(groups.first_row)
-            # As many as so many rows would have: groups read as much, and each of their splits leaves more results.
+            # Spare programs as for num_groups rows: a group reads what a row reads, and its splits leave more results.
             spare = self.constants.num_pieces(num_groups, self._num_kv_heads) - num_groups
             for window, plan in zip(self._windows, plans, strict=True):
                 plan_groups(context_lens, groups, plan, min(spare, num_pieces - num_rows), window)

@@ -1,8 +1,8 @@
 """fp8 weights: e4m3 numbers (Micikevicius et al. 2022, arXiv:2209.05433) times scales in float32.
 
 A scale is the largest magnitude of its group divided by 448, the largest e4m3 number, so nothing saturates. Numbers are
-rounded to nearest, ties to even. A product's input is quantized likewise, as the tensor cores' fp8 products need it;
-the GEMV kernels alone read it as it is.
+rounded to nearest, ties to even. A product's input is quantized in this way too, because the tensor cores' fp8
+products need it. Only the GEMV kernels read it as it is.
 """
 
 from collections.abc import Mapping

@@ -57,7 +57,7 @@ class Int32s(Packing):
         return found.t() if self.transposed else found
 
     def _unpacked(self, packed: Tensor, dim: int) -> Tensor:
-        """uint8, eight times as many along dim."""
+        """One uint8 for each number: dim becomes eight times as long."""
         packed = packed + 0x11111111 if self.are_less_one else packed
         pairs = packed.contiguous().view(torch.uint8).unflatten(1, (-1, 4))  # the lowest first
         places = torch.stack((pairs & 15, pairs >> 4), dim=3).flatten(2)  # [., ., 8], from the lowest bits on

@@ -2,7 +2,7 @@
 
 torch computes `x W^T` of plain tensors in float32 by MKL, which does not use AVX-512 on every CPU, and in bfloat16 by
 oneDNN, which then reorders the weight in each product. Packed once, a weight is read by oneDNN's own kernels at once.
-A row of the result then has the same bits in a batch of any size, which MKL's has not in batches of up to three rows.
+The bits of a result's row then do not depend on the batch's size. MKL's do, in batches of up to three rows.
 
 A packed weight is still a tensor `[N, K]`, but opaque (torch's layout for oneDNN, `is_mkldnn`).
 """
@@ -43,7 +43,7 @@ class Packed(WeightFormat):
 
     @staticmethod
     def pack(weight: Tensor) -> Any:
-        """A packed copy of a weight `[N, K]`; of a parameter one with the same attributes."""
+        """A packed copy of a weight `[N, K]`. A parameter's copy keeps its attributes."""
         return _like(weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
 
     def unpacked(self, weight: Any) -> tuple[WeightFormat, Any]:

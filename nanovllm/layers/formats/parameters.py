@@ -62,7 +62,7 @@ class Packing(ABC):
 
 
 class Unpacking:
-    """A tensor of a checkpoint, of which rows, or columns of all rows, are read as its parameter's packing says."""
+    """A checkpoint's tensor that is read in slices: rows, or columns of all rows, as its parameter's packing says."""
 
     def __init__(self, content: Any, packing: Packing, shape: tuple[int, int]):
         self._content, self._packing, self._shape = content, packing, shape

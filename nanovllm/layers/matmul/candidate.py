@@ -46,6 +46,6 @@ class Candidate(ABC):
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
-        """Constants that are worth a trial for a product, on a GPU with so many multiprocessors; none if it does not
-        compute that. top_k: experts of a token, 1 without experts."""
+        """Constants that are worth a trial for a product on a GPU of this size; none if the candidate does not
+        compute the product. top_k: experts of a token, 1 without experts."""
         yield from ()

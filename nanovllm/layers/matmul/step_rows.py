@@ -7,7 +7,7 @@ from nanovllm.layers.matmul.table import Key, Table, nearest
 
 
 def mixed_step_rows(table: Table, key: Key) -> int:
-    """That of this shape, otherwise of the nearest one in the same format; 0 if there is none."""
+    """The rows for this shape, otherwise for the nearest shape of its format; 0 if there is none."""
     settings = table.settings.get("mixed_step_rows", {})
     found = nearest(key, [key.with_shape(name) for name in settings])
     return 0 if found is None else settings[found.shape_name]

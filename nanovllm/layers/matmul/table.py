@@ -2,8 +2,8 @@
 
 A table is a JSON file for one GPU. A row belongs to a `Key`. It maps numbers of tokens to candidates in order of
 preference, each with its constants. A key of `tokens` is the largest number that it is for; the last key is for all
-larger numbers too. Other numbers are settings, each of which the code that reads it explains. What a GPU's file lacks
-is taken from the H200's.
+larger numbers too. Other numbers are settings. The code that reads a setting explains it. What a GPU's file lacks is
+taken from the H200's.
 """
 
 import json
@@ -27,7 +27,7 @@ _SAME_SPEED = {"float16": "bfloat16"}
 
 
 def speed_name(dtype: torch.dtype | str) -> str:
-    """What the table calls a dtype: two of the same speed have one name."""
+    """What the table calls a dtype: dtypes of equal speed share a name."""
     name = str(dtype).removeprefix("torch.")
     return _SAME_SPEED.get(name, name)
 

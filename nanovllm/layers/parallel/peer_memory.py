@@ -48,7 +48,7 @@ class Peers:
 
 
 def make_peers(rank: int, size: int, store: dist.Store, device: torch.device) -> Peers | None:
-    """A Peers, or None if its kernels cannot run or the GPUs cannot map each other's memory: the same on all ranks."""
+    """A Peers, or None if its kernels cannot run or the GPUs cannot map each other's memory. All ranks agree."""
     if device.type != "cuda" or not HAS_TRITON:
         return None
     first = device.index - rank

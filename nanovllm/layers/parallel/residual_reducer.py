@@ -90,7 +90,7 @@ class ResidualReducer:
 
 
 def make_reducer(peers: Peers | None, max_tokens: int, hidden_size: int, dtype: torch.dtype) -> ResidualReducer | None:
-    """A ResidualReducer, or None if its kernels cannot run. The answer is the same on all ranks."""
+    """A ResidualReducer, or None if its kernels cannot run. All ranks agree."""
     if peers is None or dtype not in (torch.bfloat16, torch.float16) or hidden_size % 2:
         return None
     return ResidualReducer(peers, max_tokens, hidden_size, dtype)

@@ -27,9 +27,8 @@ class ShardedRMSNorm(RMSNorm):
 
 
 def normalize_over_ranks(parts: list[tuple[Tensor, ShardedRMSNorm]], tp: TensorParallel) -> None:
-    """Normalize each tensor [num_tokens, size] in place. Every rank has as many columns, and where several have copies
-    of the same columns, all columns have as many copies: so the mean of the ranks' mean squares is that of the whole
-    width."""
+    """Normalize each tensor [num_tokens, size] in place. All ranks have equally many columns, and all columns equally
+    many copies over the ranks. So the mean of the ranks' mean squares is the mean square of the whole width."""
     if tp.size == 1:
         for x, norm in parts:
             norm.norm_in_place(x)

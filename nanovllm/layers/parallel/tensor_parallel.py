@@ -59,7 +59,7 @@ class TensorParallel:
         if self.size == 1:
             out[0] = x
         else:
-            # Flat, because gloo is particular about the shapes that it takes for a stack.
+            # Flat, because gloo accepts few shapes for a stack.
             args = out.view(-1), x.contiguous().view(-1), _in_stream_order(AllgatherOptions())
             _run(self.group._allgather_base, *args)
         return out
@@ -72,7 +72,7 @@ class TensorParallel:
 
 
 def _in_stream_order(options):
-    """NCCL then takes the current stream instead of one of its own, and the two events between them are saved."""
+    """NCCL then uses the current stream instead of one of its own, which saves two events between them."""
     options.asyncOp = False
     return options
 

@@ -14,7 +14,8 @@ from nanovllm.layers.stores.zeros import store_zeros
 
 
 class PagedKVCache(Store):
-    """One tensor for all layers with the same heads, each of which holds its slices of it as `k_cache` and `v_cache`.
+    """One tensor for all layers whose heads are equal in number and size. Each layer holds its slices as `k_cache` and
+    `v_cache`.
 
     Block b of a sequence's block table holds the keys and values of block_size tokens, in the slots from
     b * block_size on.

@@ -41,7 +41,7 @@ class Store(ABC):
 
     @abstractmethod
     def allocate(self, num_blocks: int, num_slots: int, is_shared: bool = False) -> None:
-        """Allocate so many blocks and slots, and give them to the layers.
+        """Allocate the blocks and slots, and give them to the layers.
 
         is_shared: all layers share one layer's memory, for steps whose results mean nothing.
         """
