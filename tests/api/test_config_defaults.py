@@ -9,8 +9,8 @@ from configs import NEW_STYLE, OLD_STYLE, dummy
 from gpus import HOPPER, pretend_gpu
 
 from nanovllm.config import Config
-from nanovllm.engine.ranks.ranks import device_of_rank
 from nanovllm.engine.length_limit import LengthLimit
+from nanovllm.engine.ranks.ranks import device_of_rank
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.rope_parameters import rope_parameters
 

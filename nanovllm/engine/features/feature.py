@@ -53,7 +53,9 @@ class Feature(Columns):
     def is_used(self, step: Step) -> bool:
         return step.needs_logits and any(self.option in seq.request.params.extra_args for seq in step.seqs)
 
-    def fill(self, name: str, step: Step, rows: Any, host: dict[str, np.ndarray], values: list) -> dict[str, np.ndarray]:
+    def fill(
+        self, name: str, step: Step, rows: Any, host: dict[str, np.ndarray], values: list
+    ) -> dict[str, np.ndarray]:
         """Give each sampled row its sequence's value, for `write`."""
         host[name][: rows.num_sampled] = rows.of_sequences(values)
         return {name: host[name][: rows.num_sampled]}

@@ -8,9 +8,9 @@ from typing import Any
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
+from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.requests.detokenizer import Detokenizer
-from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.engine.requests.prompt_encoder import PromptEncoder
 from nanovllm.engine.requests.prompts import Prompt, as_array, read_prompt
 from nanovllm.engine.requests.special_options import NOTHING_SPECIAL, SpecialOptions
