@@ -47,6 +47,10 @@ def _quantizations() -> list[str]:
     return list(QUANTIZATIONS)
 
 
+def _is_feature(value: Any) -> bool:
+    return isinstance(getattr(value, "option", None), str) and hasattr(value, "edit_logits")
+
+
 def _is_name(value: Any) -> bool:
     return isinstance(value, str | os.PathLike) and str(value) != ""
 
@@ -103,6 +107,11 @@ _HF_CONFIG = Rule(
     "a transformers configuration, or None to read the model's",
 )
 _EOS = Rule(lambda eos: isinstance(eos, list) and all(is_int(token, 0) for token in eos), "token ids >= 0")
+_FEATURES = Rule(
+    lambda given: isinstance(given, tuple) and len({each.option for each in given if _is_feature(each)}) == len(given),
+    "a list of engine.features.feature.Feature objects, each with an `option` of its own",
+    convert=lambda given: tuple(given) if isinstance(given, list) else given,
+)
 _REVISION = Rule(lambda name: isinstance(name, str) and name != "", "a name, or None")
 
 
@@ -173,4 +182,5 @@ class EngineOptions:
     )
     revision: str | None = _option(None, "branch, tag or commit of the hub id", _REVISION)
     hf_config: Any = _option(None, "a transformers configuration instead of the model's", _HF_CONFIG)
+    features: Any = _option((), "what requests may ask for by extra_args", _FEATURES)
     eos: Any = _option((), "end-of-sequence tokens instead of the model's", _EOS)

@@ -157,6 +157,11 @@ _TEXTS = _all(_is_text, "a text or a list of texts, none of them empty", _as_tex
 _TOKEN_IDS = _all(_is_token_id, "a list of one or more token ids >= 0, or None", is_filled=True)
 _BIASES = _all(_is_bias, f"a dict of token ids >= 0 to numbers in -{MAX_BIAS}..{MAX_BIAS}", _as_pairs)
 _EACH_TOKEN_ONCE = Rule(lambda pairs: len(dict(pairs)) == len(pairs), f"{_BIASES.allowed}, each token once")
+_EXTRA_ARGS = _all(
+    lambda pair: isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str),
+    "a dict of names to values",
+    lambda given: tuple(given.items()) if isinstance(given, Mapping) else _as_tuple(given),
+)
 _GRAMMAR = Rule(
     lambda text: _is_text(text) and not text.isspace() and len(text) <= MAX_GRAMMAR_CHARACTERS,
     f"the text of a grammar, at most {MAX_GRAMMAR_CHARACTERS} characters",
@@ -261,6 +266,8 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option((), _BIASES, _EACH_TOKEN_ONCE)
     allowed_token_ids: Collection[int] | None = option(None, _TOKEN_IDS)  # the only tokens that may be sampled
     bad_words: Collection[str] = option((), _TEXTS)  # texts that must not be generated
+    # For the engine's features: name -> what to ask of it; kept as pairs.
+    extra_args: Mapping[str, Any] | tuple[tuple[str, Any], ...] = option((), _EXTRA_ARGS)
 
     def __post_init__(self) -> None:
         check_rules(self)
@@ -298,7 +305,7 @@ class SamplingParams:
     def is_plain(self) -> bool:
         """True if sampling needs only the logits, the temperature and the seed."""
         reports = self.logprobs is not None or self.prompt_logprobs is not None
-        return self.draws_plainly and not reports
+        return self.draws_plainly and not reports and not self.extra_args
 
     @cached_property
     def draws_plainly(self) -> bool:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.engine.features.columns import Columns
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.step import Step
+from nanovllm.engine.step import Rows, Step
 
 
 class Feature(Columns):
@@ -22,7 +22,7 @@ class Feature(Columns):
                 return {"warmer": ((max_rows,), np.float32)}
 
             def write(self, step, rows, host, num_rows):
-                return self.fill("warmer", step, rows, host, [self.value(seq, 1.0) for seq in step.seqs])
+                return self.fill("warmer", rows, host, [self.value(seq, 1.0) for seq in step.seqs])
 
             def prefill(self, step, rows):
                 return {"warmer": np.array([self.value(seq, 1.0) for seq in step.seqs], np.float32)}
@@ -48,15 +48,13 @@ class Feature(Columns):
 
     def value(self, seq: Sequence, default: Any = None) -> Any:
         """What a sequence's request asks for; default if it does not ask."""
-        return seq.request.params.extra_args.get(self.option, default)
+        return dict(seq.request.params.extra_args).get(self.option, default)
 
     def is_used(self, step: Step) -> bool:
-        return step.needs_logits and any(self.option in seq.request.params.extra_args for seq in step.seqs)
+        return step.needs_logits and any(self.value(seq, self) is not self for seq in step.seqs)
 
-    def fill(
-        self, name: str, step: Step, rows: Any, host: dict[str, np.ndarray], values: list
-    ) -> dict[str, np.ndarray]:
-        """Give each sampled row its sequence's value, for `write`."""
+    def fill(self, name: str, rows: Rows, host: dict[str, np.ndarray], values: list) -> dict[str, np.ndarray]:
+        """Give each sampled row its sequence's value, for `write`. values: one for each sequence."""
         host[name][: rows.num_sampled] = rows.of_sequences(values)
         return {name: host[name][: rows.num_sampled]}
 

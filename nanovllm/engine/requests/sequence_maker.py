@@ -115,7 +115,7 @@ class SequenceMaker:
             raise TypeError(f"{where_params}must be a SamplingParams, not {type(params).__name__}")
         special = NOTHING_SPECIAL
         names_tokens = params.stop or params.stop_token_ids or params.edits_logits or params.logprob_token_ids
-        if names_tokens or params.structured_outputs is not None:
+        if names_tokens or params.structured_outputs is not None or params.extra_args:
             try:
                 params, special = self._special.read(params)
             except (ValueError, ImportError) as error:

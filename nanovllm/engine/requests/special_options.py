@@ -39,6 +39,7 @@ class SpecialOptions:
         """tokenizer, detokenizer: None with skip_tokenizer_init."""
         self._tokenizer, self._detokenizer = tokenizer, detokenizer
         self._vocab_size, self._eos = config.hf_config.vocab_size, config.eos
+        self._features = {feature.option: feature for feature in config.features}
         self._grammars: Grammars | None = None
         self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
             self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
@@ -50,6 +51,11 @@ class SpecialOptions:
     def read(self, params: SamplingParams) -> tuple[SamplingParams, Special]:
         """The params without those stop strings that became stop tokens, and what they ask for. Raises ValueError or
         ImportError for what this model cannot do."""
+        for name, value in params.extra_args:
+            if name not in self._features:
+                known = ", ".join(self._features) or "none"
+                raise ValueError(f"extra_args: {quoted(name)} is no feature of this engine; it has: {known}")
+            self._features[name].check(value)
         if params.stop and self._detokenizer is None:
             raise ValueError(f"stop={quoted(params.stop)}: without a tokenizer there is no text to find it in")
         stop_tokens: dict[int, str] = {}

@@ -24,7 +24,8 @@ _FEWEST_ROWS = 8  # of TokenCounts
 
 
 class SamplingPipeline:
-    """Samples a step's tokens. The order is transformers': biases, penalties, masks, temperature, top-k, top-p, min-p.
+    """Samples a step's tokens. First come features, and then in transformers' order biases, penalties, masks,
+    temperature, top-k, top-p, min-p.
 
     The sampler and its noise are those of plain steps, and a row's settings touch only that row: a sequence gets the
     same tokens whatever else is in the step. Nothing waits for the device.
@@ -34,6 +35,7 @@ class SamplingPipeline:
         self.sampler = Sampler()
         self.vocab_size = config.hf_config.vocab_size
         self.eos = config.eos
+        self.features = config.features
         self.reports_processed = config.logprobs_mode == "processed_logprobs"
         self.device = device
         self._counts = TokenCounts(self.vocab_size, config.max_decode_rows, self.device)
@@ -45,8 +47,13 @@ class SamplingPipeline:
         seqs = sampled_rows(step)
         arrays = self._host_arrays(step, seqs)
         device = send_arrays(arrays, self.device) if arrays else {}
-        model_logits, temperatures, seeds, positions, fed_tokens, _ = cast(StepLogits, step.logits)
-        logits, thresholds = self._edited(model_logits, fed_tokens, device), None
+        model_logits, temperatures, seeds, positions, fed_tokens, columns = cast(StepLogits, step.logits)
+        logits, thresholds = model_logits, None
+        for feature in self.features:
+            if feature.is_used(step):
+                own = {name: columns[name][: len(logits)] for name in feature.layout(len(logits))}
+                logits = feature.edit_logits(logits, own)
+        logits = self._edited(logits, fed_tokens, device)
         if "top_k" in device:
             truncation = (device[name] for name in ("top_k", "top_p", "min_p"))
             thresholds = sampling_thresholds(logits, temperatures, *truncation)

@@ -96,6 +96,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     columns: list[Columns] = [AttentionColumns(backend)]
     if has_slots:
         columns.append(StateColumns())
+    columns += config.features
     sizes_of_inputs = config.max_decode_rows, max_blocks, config.kvcache_block_size
     decode_inputs = DecodeInputs(*sizes_of_inputs, device, columns, num_mixed_rows)
     of_attention = backend, shapes[0], has_graphs
