@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.requests.chat import Conversation, as_conversations
     from nanovllm.engine.requests.harmony import with_channels
     from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
-    from nanovllm.engine.requests.prompt_encoder import PromptEncoder
+    from nanovllm.engine.requests.prompt_encoder import ChatRenderer, PromptEncoder
     from nanovllm.engine.requests.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.requests.streaming import NO_PROMPT
     from nanovllm.engine.requests.tool_calls import ToolCallSplitter, split_tool_calls
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "NO_PROMPT",
+    "ChatRenderer",
     "Config",
     "Conversation",
     "EngineStats",
@@ -47,6 +48,7 @@ __version__ = "0.1.0"
 _MODULES = {
     "LLM": "nanovllm.llm",
     "NO_PROMPT": "nanovllm.engine.requests.streaming",
+    "ChatRenderer": "nanovllm.engine.requests.prompt_encoder",
     "Config": "nanovllm.config",
     "Conversation": "nanovllm.engine.requests.chat",
     "PromptEncoder": "nanovllm.engine.requests.prompt_encoder",

@@ -162,6 +162,7 @@ _EXTRA_ARGS = _all(
     "a dict of names to values",
     lambda given: tuple(given.items()) if isinstance(given, Mapping) else _as_tuple(given),
 )
+_JSON = Rule(_is_text, "a JSON schema, as a dict, a string or a pydantic model", _as_schema_text)
 _GRAMMAR = Rule(
     lambda text: _is_text(text) and not text.isspace() and len(text) <= MAX_GRAMMAR_CHARACTERS,
     f"the text of a grammar, at most {MAX_GRAMMAR_CHARACTERS} characters",
@@ -191,9 +192,9 @@ class StructuredOutputsParams:
         TypeError: an unknown keyword; the message names the nearest known one.
     """
 
-    json: str | dict[str, Any] | type | None = option(
-        None, Rule(_is_text, "a JSON schema, as a dict, a string or a pydantic model", _as_schema_text)
-    )  # a JSON schema: dict, text or pydantic model; kept as text, so that it can be hashed
+    # A JSON schema: dict, text or pydantic model; kept as text, so that it can be hashed.
+    json: str | dict[str, Any] | type | None = option(None, _JSON)
+    # That the whole completion matches; \d is 0-9, \w and \s are Unicode's.
     regex: str | None = option(None, Rule(_is_text, "a regular expression"))
     choice: Collection[str] | None = option(None, *_CHOICES)  # texts; the completion is one of them
     grammar: str | None = option(None, _GRAMMAR)  # in Lark's form, whose start is `start`, or in GBNF, whose is `root`
@@ -246,9 +247,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = option(False, _FLAG)
     # Tokens that end it, besides the end-of-sequence tokens.
     stop_token_ids: Collection[int] = option((), _all(_is_token_id, "a list of token ids >= 0"))
-    n: int = option(
-        1, _integer(1, MAX_N, f"an integer in 1..{MAX_N}")
-    )  # samples; they share the prompt's KV cache blocks
+    # Samples; they share the prompt's full KV cache blocks.
+    n: int = option(1, _integer(1, MAX_N, f"an integer in 1..{MAX_N}"))
     # Log-probabilities of each completion token and the k likeliest, before any edit.
     logprobs: int | None = option(None, _LOGPROBS)
     # Tokens whose log-probabilities are added to those of logprobs.

@@ -185,7 +185,7 @@ def misplaced_chat_option(name: str, value: object) -> str:
     return misplaced_option(name, value) or variable
 
 
-class ChatRenderer:
+class TemplateRenderer:
     """Renders conversations with one tokenizer's chat template, or another."""
 
     def __init__(self, tokenizer: Any):

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.engine.requests.chat import ChatRenderer
+from nanovllm.engine.requests.chat import TemplateRenderer
 from nanovllm.engine.requests.prompts import Prompt, read_prompt
 
 logger = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ class PromptEncoder:
             remedy: what to do about a text that is longer.
         """
         self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
-        self._renderer = ChatRenderer(tokenizer)
+        self._renderer = TemplateRenderer(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
 
     def encode(self, prompts: Iterable[Prompt], **options: Any) -> list[Any]:
@@ -60,7 +60,7 @@ class PromptEncoder:
         return found
 
     def encode_chats(self, messages: Any, *arguments: Any, **options: Any) -> list[list[int]]:
-        """Token ids of each conversation. The arguments are those of ChatRenderer.render. Raises ValueError or
+        """Token ids of each conversation. The arguments are those of TemplateRenderer.render. Raises ValueError or
         TypeError, naming the argument or the conversation."""
         # The template writes the special tokens.
         encoded = self.encode(self._renderer.render(messages, *arguments, **options), add_special_tokens=False)
@@ -114,3 +114,28 @@ class PromptEncoder:
                 "tokenizer(text, add_special_tokens=False) as the prompt (this is logged once)",
                 self._tokenizer.bos_token,
             )
+
+
+class ChatRenderer:
+    """Token ids of conversations, by one tokenizer's chat template or another."""
+
+    def __init__(self, tokenizer: Any):
+        self._encoder = PromptEncoder(tokenizer)
+
+    def render(
+        self,
+        messages: Any,
+        chat_template: Any,
+        chat_template_kwargs: dict[str, Any] | None,
+        tools: Any,
+        **options: bool,
+    ) -> list[list[int]]:
+        """Token ids of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
+
+        Args:
+            messages, tools: as for `LLM.chat`.
+            chat_template: a Jinja template or its file; None uses the tokenizer's.
+            chat_template_kwargs: variables of the template.
+            options: other arguments of the tokenizer's apply_chat_template.
+        """
+        return self._encoder.encode_chats(messages, chat_template, chat_template_kwargs, tools, **options)
