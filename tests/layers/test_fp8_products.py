@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 from products import FP8, problem
 
 from nanovllm.kernels.gpu import GpuFacts
-from nanovllm.kernels.matmul import fp8
 from nanovllm.kernels.matmul.fp8 import dequantize_torch, quantize
 from nanovllm.kernels.matmul.split_k import split_k
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats import fp8
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates import scaled_mm
@@ -32,8 +32,9 @@ def kernels_everywhere(monkeypatch):
     what cuBLAS takes."""
     if torch.cuda.is_available():
         pytest.skip("the kernels would be compiled for a GPU")
-    for module in (split_k_candidate, fp8):
-        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    monkeypatch.setattr(split_k_candidate, "use_kernels", lambda x: True)
+    for name in ("quantize", "rms_norm_quantize", "silu_and_mul_quantize"):
+        monkeypatch.setattr(fp8, name, getattr(fp8, name).kernel)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
     monkeypatch.setattr(scaled_mm, "is_on_gpu", lambda weight: True)
     monkeypatch.setattr(torch, "_scaled_mm", emulated_product)
