@@ -13,7 +13,7 @@ from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
-from nanovllm.layers.formats.parameters import load_rows, make_parameter
+from nanovllm.layers.formats.parameters import load_rows, make_parameter, stored
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear, columns_of_rank
@@ -57,7 +57,7 @@ class ExpertsLinear(nn.Module):
             options = bias_shards, self.bias_loader, Unquantized()
             parameters["bias"] = make_parameter((num_experts, shape[0]), *options)
         for name, parameter in parameters.items():
-            parameter.num_experts = num_experts  # type: ignore[attr-defined]
+            stored(parameter).num_experts = num_experts
             self.register_parameter(name, parameter)
 
     @property
@@ -96,10 +96,10 @@ class RowParallelExperts(ExpertsLinear):
         super().__init__(num_experts, shape, shards, bias, tp, *names)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
-        param.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
+        param.stored.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
 
     def bias_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
-        param.format.store(param, loaded[:], expert=shard_id[0])
+        param.stored.format.store(param, loaded[:], expert=shard_id[0])
 
     @property
     def bias_of_rank(self) -> torch.Tensor | None:
@@ -138,7 +138,7 @@ class Router(ReplicatedLinear):
             self.weight.data[num_experts + 1 :] = 0
 
     def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
-        param.format.store(param, loaded_weight[:], self.num_experts if loaded_shard_id == "shared" else 0)
+        param.stored.format.store(param, loaded_weight[:], self.num_experts if loaded_shard_id == "shared" else 0)
 
 
 class SharedExpert(nn.Module):
