@@ -7,6 +7,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.layers.formats.parameters import stored
 from nanovllm.layers.stores.store import count_slots
 from nanovllm.models.decoder import layer_heads
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
@@ -73,8 +74,8 @@ def needs(config: Config) -> Needs:
 
 def _largest_packed(model: Any) -> int:
     """Numbers of the largest weight that is packed: a product of many tokens dequantizes it."""
-    found = [each for each in model.parameters() if each.dtype == torch.uint8 and not each.is_scale]
-    return max((each.format.shape_of(each).numel() for each in found), default=0)
+    found: list[tuple[Any, Any]] = [(each, stored(each)) for each in model.parameters() if each.dtype == torch.uint8]
+    return max((its.format.shape_of(each).numel() for each, its in found if not its.is_scale), default=0)
 
 
 def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> bool:

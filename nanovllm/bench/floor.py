@@ -64,10 +64,9 @@ class ModelSize:
         """dtype: of the model, and of all that has no format or dtype of its own. weight_format: of the layers. Weights
         are the matrices of a checkpoint: what a layer holds twice, or for padding, need not be read."""
         model: Any = make_meta_model(hf_config, dtype, max_position=_NO_LIMIT)
-        mixtures, deltas, attentions = (
-            [each for each in model.modules() if isinstance(each, kind)]
-            for kind in (MixtureOfExperts, GatedDeltaNet, Attention)
-        )
+        kinds = MixtureOfExperts, GatedDeltaNet, Attention
+        found: Any = [[each for each in model.modules() if isinstance(each, kind)] for kind in kinds]
+        mixtures, deltas, attentions = found
         shares = {id(weight): each.top_k / len(weight) for each in mixtures for weight in each.experts.parameters()}
         params: Counter[float | None] = Counter()  # by the share of a layer's experts; None for all else
         for name, (param, _, shape) in wanted_tensors(model).items():

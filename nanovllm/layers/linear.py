@@ -89,7 +89,7 @@ class LinearBase(nn.Module):
 
     def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
         """Copy this rank's part of a tensor of the checkpoint to a parameter: the weight, or its scales."""
-        param.format.store(param, loaded_weight[:])
+        param.stored.format.store(param, loaded_weight[:])
 
     def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
         """The same of the bias."""
@@ -346,7 +346,7 @@ class RowParallelLinear(LinearBase):
         return self.bias if self.tp.rank == 0 else None
 
     def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
-        param.format.store(param, loaded_weight[:, columns_of_rank(param, loaded_shard_id, self.tp)])
+        param.stored.format.store(param, loaded_weight[:, columns_of_rank(param, loaded_shard_id, self.tp)])
 
     def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
         param.data.copy_(loaded_weight[:])

@@ -107,7 +107,7 @@ class CausalConvolution(nn.Module):
     def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
         row = begin = 0
         for (start, num_rows), size in zip(self._parts, self._sizes, strict=True):
-            param.format.store(param, loaded[begin + start : begin + start + num_rows].squeeze(1), row)
+            param.stored.format.store(param, loaded[begin + start : begin + start + num_rows].squeeze(1), row)
             row, begin = row + num_rows, begin + size
 
 

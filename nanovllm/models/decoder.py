@@ -137,7 +137,7 @@ class DecoderAttention(nn.Module):
 
     def load_sinks(self, param: Any, loaded: Any, shard_id: object = None) -> None:
         start = self.tp.rank * self.num_heads
-        param.format.store(param, loaded[start : start + self.num_heads])
+        param.stored.format.store(param, loaded[start : start + self.num_heads])
 
     def _normalize_full_width(self, qkv: torch.Tensor) -> None:
         sizes = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim, self.num_kv_heads * self.head_dim

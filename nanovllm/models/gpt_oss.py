@@ -40,6 +40,5 @@ class GptOssForCausalLM(DecoderForCausalLM):
         # Before transformers 5 the configuration has no alpha.
         alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
         # The softmax over a token's experts alone is that over all, divided by their sum.
-        activation = Activation(alpha=alpha, limit=limit)
-        options: dict[str, Any] = {"biases": True, "activation": activation, "size_name": "intermediate_size"}
-        return MixtureOfExperts(*sizes, True, tp, matmul, **options)
+        options: dict[str, Any] = {"biases": True, "activation": Activation(alpha=alpha, limit=limit)}
+        return MixtureOfExperts(*sizes, True, tp, matmul, size_name="intermediate_size", **options)

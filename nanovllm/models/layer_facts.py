@@ -9,6 +9,7 @@ from torch import nn
 
 from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.formats.parameters import stored
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.linear_attention import GatedDeltaNet
@@ -125,8 +126,8 @@ def num_layer_params(model: DecoderForCausalLM) -> int:
 
 
 def _num_params(parameter: Any) -> int:
-    format = getattr(parameter, "format", None)
-    if getattr(parameter, "is_scale", False):
+    format = stored(parameter).format
+    if stored(parameter).is_scale:
         return 0
     return parameter.numel() if format is None else format.shape_of(parameter).numel()
 

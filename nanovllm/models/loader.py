@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.formats.parameters import FLOATS, Unpacking
+from nanovllm.layers.formats.parameters import FLOATS, Unpacking, stored
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.models.expert_tensors import Splitter, stacked_experts
 from nanovllm.models.model_files import check_readable, read_json
@@ -120,7 +120,7 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
         if tuple(tensor.shape) != wanted[name].shape:
             shapes = f"{list(tensor.shape)}, the model needs {list(wanted[name].shape)}"
             raise ValueError(f"weights: {theirs!r} has shape {shapes}")
-        needed = "an integer" if getattr(wanted[name].param, "stored_dtypes", FLOATS)[0] in _INTEGERS else "a float"
+        needed = "an integer" if stored(wanted[name].param).stored_dtypes[0] in _INTEGERS else "a float"
         if tensor.is_floating_point() != (needed == "a float"):
             raise ValueError(f"weights: {theirs!r} has dtype {tensor.dtype}: must be {needed}")
         found[name] = tensor
@@ -199,27 +199,25 @@ def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
 
 
 def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
-    param = wanted.param
-    if getattr(param, "is_scale", False) and not param.format.are_scales(tensor.content[...]):
+    param, its = wanted.param, stored(wanted.param)
+    if its.is_scale and not its.format.are_scales(tensor.content[...]):
         raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
-    check = getattr(param, "check", None)
-    if check is not None and (fault := check(tensor.content[...], wanted.shard_id)) is not None:
+    if its.check is not None and (fault := its.check(tensor.content[...], wanted.shard_id)) is not None:
         raise ValueError(f"{tensor.file}: tensor {name!r} {fault}")
-    factor, content = getattr(param, "loading_factor", 1), tensor.content
-    if getattr(param, "is_one_number", False):
+    content = tensor.content
+    if its.is_one_number:
         content = content[...].expand(param.shards[wanted.shard_id])
-    if factor != 1:
-        content = _Scaled(content, factor)
-    if (packing := getattr(param, "packing", None)) is not None:
-        content = Unpacking(content, packing, param.shards[wanted.shard_id])
+    if its.loading_factor != 1:
+        content = _Scaled(content, its.loading_factor)
+    if its.packing is not None:
+        content = Unpacking(content, its.packing, param.shards[wanted.shard_id])
     getattr(param, "weight_loader", default_weight_loader)(param, content, wanted.shard_id)
 
 
 def num_checkpoint_params(model: nn.Module) -> int:
     """Numbers in the whole model, on all ranks."""
-    found = wanted_tensors(model).values()
-    weights = [wanted for wanted in found if not getattr(wanted.param, "is_scale", False)]
-    return sum(math.prod(wanted.shape) * getattr(wanted.param, "numbers_each", 1) for wanted in weights)
+    found = ((wanted.shape, stored(wanted.param)) for wanted in wanted_tensors(model).values())
+    return sum(math.prod(shape) * its.numbers_each for shape, its in found if not its.is_scale)
 
 
 def forget_loaders(model: nn.Module) -> None:
@@ -238,9 +236,9 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
     for name, param in model.named_parameters():
         if name.endswith(_ONES):
             param.data.fill_(1.0)
-        elif not getattr(param, "is_scale", False):  # Scales come with their weights.
+        elif not stored(param).is_scale:  # Scales come with their weights.
             is_whole = tuple(param.shape) == getattr(param, "shards", {None: tuple(param.shape)}).get(None)
-            format = getattr(param, "format", None) or Unquantized()
+            format = stored(param).format or Unquantized()
             format.draw(param, of_all if is_whole else of_rank)
 
 
@@ -334,7 +332,7 @@ def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], director
     extra = [name for name in extra if not _is_no_bias(name, tensors[name])]
     # The dtypes first, because quantized checkpoints also have other names.
     for name in (*wanted, *extra):
-        needed = getattr(wanted[name].param, "stored_dtypes", FLOATS) if name in wanted else FLOATS
+        needed = stored(wanted[name].param).stored_dtypes if name in wanted else FLOATS
         if name in tensors and (dtype := tensors[name].content.get_dtype()) not in needed:
             raise ValueError(f"{tensors[name].file}: tensor {name!r} has dtype {dtype}: {_remedy(needed)}")
     files_of_extra = [f"{name!r} in {tensors[name].file.name}" for name in extra]
@@ -372,25 +370,25 @@ def wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
     """Everything that the model needs, once each, by its name in the checkpoint."""
     wanted = {}
     for name, param in model.named_parameters():
-        shards = getattr(param, "shards", {None: tuple(param.shape)})
+        shards, its = getattr(param, "shards", {None: tuple(param.shape)}), stored(param)
         if not shards:  # computed while others are loaded
             continue
         for ours, theirs in getattr(model, "checkpoint_places", {}).items():
             name = name.replace(ours, theirs)
         *parents, module, kind = name.split(".")
-        kind = getattr(param, "checkpoint_name", kind)
-        shapes = dict.fromkeys(shards, ()) if getattr(param, "is_one_number", False) else shards
-        if (packing := getattr(param, "packing", None)) is not None:
-            shapes = {key: packing.shape(shape) for key, shape in shards.items()}
+        kind = its.checkpoint_name or kind
+        shapes = dict.fromkeys(shards, ()) if its.is_one_number else shards
+        if its.packing is not None:
+            shapes = {key: its.packing.shape(shape) for key, shape in shards.items()}
         parts = getattr(model, "checkpoint_parts", None) or getattr(model, "packed_modules_mapping", {})
         part_names = parts.get(module, {module: None})
         for part_name, shard_id in part_names.items():
-            if not hasattr(param, "num_experts"):
+            if its.num_experts is None:
                 if shard_id not in shards:  # of values that keys serve as
                     continue
                 wanted[".".join((*parents, part_name, kind))] = _Wanted(param, shard_id, shapes[shard_id])
                 continue
-            for expert in range(param.num_experts):
+            for expert in range(its.num_experts):
                 key = expert, shard_id
                 wanted[".".join((*parents, str(expert), part_name, kind))] = _Wanted(param, key, shapes[key])
     return wanted

@@ -6,7 +6,7 @@ import torch
 
 from nanovllm.kernels.silu_and_mul import GEGLU, gelu_tanh_and_mul
 from nanovllm.layers.experts.experts import MixtureOfExperts
-from nanovllm.layers.formats.parameters import scale_while_loading
+from nanovllm.layers.formats.parameters import scale_while_loading, stored
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
@@ -32,13 +32,13 @@ class MLPWithExperts(DecoderMLP):
         self.tp = tp
         hidden_size, eps = config.hidden_size, config.rms_norm_eps
         router_norm = RMSNorm(hidden_size, eps, dtype=torch.float32)
-        vars(router_norm.weight)["checkpoint_name"] = "scale"
+        stored(router_norm.weight).checkpoint_name = "scale"
         scale_while_loading([router_norm], hidden_size**-0.5)
         sizes = hidden_size, config.moe_intermediate_size, config.num_experts, config.top_k_experts
         self.beside = MixtureOfExperts(
             *sizes, True, tp, matmul, activation=GEGLU, router_norm=router_norm, has_scales=True
         )
-        vars(self.beside.expert_scales)["checkpoint_name"] = "router.per_expert_scale"
+        stored(self.beside.expert_scales).checkpoint_name = "router.per_expert_scale"
         self.mlp_norm, self.experts_norm, self.experts_output_norm = (RMSNorm(hidden_size, eps) for _ in range(3))
 
     def add(

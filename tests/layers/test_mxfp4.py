@@ -70,7 +70,7 @@ def test_stored_weights_refuse_a_factor():
                 scale_while_loading([layer], 0.5)
         else:
             scale_while_loading([layer], 0.5)
-            assert layer.weight.loading_factor == 0.5
+            assert layer.weight.stored.loading_factor == 0.5
 
 
 def test_a_model_without_experts_refuses_the_format_of_experts(tmp_path):

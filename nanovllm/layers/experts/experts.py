@@ -13,7 +13,7 @@ from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
-from nanovllm.layers.formats.parameters import load_rows, make_parameter
+from nanovllm.layers.formats.parameters import load_rows, make_parameter, stored
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear, columns_of_rank
@@ -33,22 +33,11 @@ class ExpertsLinear(nn.Module):
     weight_loader: Any
     bias_loader: Any
 
-    def __init__(
-        self,
-        num_experts: int,
-        shape: tuple[int, int],
-        shards: dict,
-        bias: bool,
-        tp: TensorParallel,
-        rows: tuple[str, int],
-        columns: tuple[str, int],
-    ):
-        """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`. rows, columns: as for
-        `WeightFormat.check_sizes`."""
+    def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
+        """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
         super().__init__()
         self.tp = tp
         self.format = get_weight_format(of_experts=True)
-        self.format.check_sizes([rows], columns, tp.size)
         all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
         parameters = self.format.parameters((num_experts, *shape), all_shards, self.weight_loader)
         self.register_parameter("bias", None)
@@ -57,7 +46,7 @@ class ExpertsLinear(nn.Module):
             options = bias_shards, self.bias_loader, Unquantized()
             parameters["bias"] = make_parameter((num_experts, shape[0]), *options)
         for name, parameter in parameters.items():
-            parameter.num_experts = num_experts  # type: ignore[attr-defined]
+            stored(parameter).num_experts = num_experts
             self.register_parameter(name, parameter)
 
     @property
@@ -69,13 +58,10 @@ class ExpertsLinear(nn.Module):
 class ColumnParallelExperts(ExpertsLinear):
     """Gate and up projection of each expert, whose rows are split over the ranks. Shard ids: (expert, 0 or 1)."""
 
-    def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel, size_name: str
-    ):
-        self.num_rows = tp.shard(intermediate_size, size_name)
+    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel):
+        self.num_rows = intermediate_size // tp.size
         shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
-        names = (size_name, self.num_rows), ("hidden_size", hidden_size)
-        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, bias, tp, *names)
+        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, bias, tp)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, int]) -> None:
         expert, part = shard_id
@@ -87,19 +73,15 @@ class ColumnParallelExperts(ExpertsLinear):
 class RowParallelExperts(ExpertsLinear):
     """Down projection of each expert, whose columns are split over the ranks. Shard ids: (expert, None)."""
 
-    def __init__(
-        self, num_experts: int, intermediate_size: int, hidden_size: int, bias: bool, tp: TensorParallel, size_name: str
-    ):
+    def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, bias: bool, tp: TensorParallel):
         shards = {None: (hidden_size, intermediate_size)}
-        shape = hidden_size, tp.shard(intermediate_size, size_name)
-        names = ("hidden_size", hidden_size), (size_name, shape[1])
-        super().__init__(num_experts, shape, shards, bias, tp, *names)
+        super().__init__(num_experts, (hidden_size, intermediate_size // tp.size), shards, bias, tp)
 
     def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
-        param.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
+        param.stored.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
 
     def bias_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
-        param.format.store(param, loaded[:], expert=shard_id[0])
+        param.stored.format.store(param, loaded[:], expert=shard_id[0])
 
     @property
     def bias_of_rank(self) -> torch.Tensor | None:
@@ -114,8 +96,11 @@ class Experts(nn.Module):
         self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel, size_name: str
     ):
         super().__init__()
-        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, bias, tp, size_name)
-        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, bias, tp, size_name)
+        # Both are rows of one weight and columns of the other, whose multiple is the larger one.
+        for size in (("hidden_size", hidden_size), (size_name, tp.shard(intermediate_size, size_name))):
+            get_weight_format(of_experts=True).check_sizes((), size, tp.size)
+        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, bias, tp)
+        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, bias, tp)
 
 
 class Router(ReplicatedLinear):
@@ -138,7 +123,7 @@ class Router(ReplicatedLinear):
             self.weight.data[num_experts + 1 :] = 0
 
     def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
-        param.format.store(param, loaded_weight[:], self.num_experts if loaded_shard_id == "shared" else 0)
+        param.stored.format.store(param, loaded_weight[:], self.num_experts if loaded_shard_id == "shared" else 0)
 
 
 class SharedExpert(nn.Module):

@@ -24,7 +24,7 @@ from nanovllm.kernels.matmul.fp8 import (
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Input, Quantized, Weight, WeightFormat, value_of
-from nanovllm.layers.formats.parameters import FLOATS, make_parameter
+from nanovllm.layers.formats.parameters import FLOATS, make_parameter, stored
 from nanovllm.layers.layernorm import Normed
 
 _CAPABILITY = (8, 9)  # of a GPU that multiplies e4m3 numbers
@@ -80,18 +80,18 @@ class Fp8(WeightFormat):
             options["checkpoint_name"] = self.scale_name
         scale_shards = {key: self.scale_shape(full) for key, full in shards.items()} if self.is_stored else {}
         scale = make_parameter(self.scale_shape(shape), scale_shards, weight_loader, self, torch.float32, **options)
-        stored = ("F8_E4M3",) if self.is_stored else FLOATS
-        options = {"stored_dtypes": stored, "takes_factor": not self.is_stored, "scale": scale}
+        dtypes = ("F8_E4M3",) if self.is_stored else FLOATS
+        options = {"stored_dtypes": dtypes, "takes_factor": not self.is_stored, "scale": scale}
         options["input_dtype"] = torch.get_default_dtype()
         return {"weight": make_parameter(shape, shards, weight_loader, self, E4M3, **options), "weight_scale": scale}
 
     def weight(self, layer: Any) -> Weight:
-        return Weight(self, layer.weight, layer.weight_scale, layer.weight.input_dtype)
+        return Weight(self, layer.weight, layer.weight_scale, layer.weight.stored.input_dtype)
 
     def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
         if parameter.dtype == E4M3 and values.dtype != E4M3:
             values, scale = self._quantized(values.to(parameter.device))
-            super().store(parameter.scale, scale, row // self.rows_of_scale, expert)
+            super().store(parameter.stored.scale, scale, row // self.rows_of_scale, expert)
         super().store(parameter, values, row, expert)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
@@ -169,7 +169,7 @@ class Fp8Tensors(Fp8):
 
     def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
         parameters = super().parameters(shape, shards, weight_loader)
-        vars(parameters["weight_scale"])["is_one_number"] = True
+        stored(parameters["weight_scale"]).is_one_number = True
         return parameters
 
 

@@ -58,22 +58,23 @@ class Int4(WeightFormat):
 
     def weight(self, layer: Any) -> Weight:
         zero = getattr(layer, "weight_zero", None)
-        return Weight(self, layer.weight, layer.weight_scale, layer.weight.input_dtype, zero)
+        return Weight(self, layer.weight, layer.weight_scale, layer.weight.stored.input_dtype, zero)
 
     def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
-        if parameter.is_scale:
+        stored = parameter.stored
+        if stored.is_scale:
             super().store(parameter, values, row, expert)
             return
         if not values.is_floating_point():
             super().store(parameter, pack_torch(values), row, expert)
             return
-        group = 2 * parameter.shape[-1] // parameter.scale.shape[-1]
+        group = 2 * parameter.shape[-1] // stored.scale.shape[-1]
         for part in values.split(max(1, _NUMBERS_AT_ONCE // values.shape[1])):
-            packed, scale = round_groups(part.to(parameter.device), group, parameter.scale.dtype)
+            packed, scale = round_groups(part.to(parameter.device), group, stored.scale.dtype)
             super().store(parameter, packed, row, expert)
-            super().store(parameter.scale, scale, row, expert)
-            if (zero := getattr(parameter, "zero", None)) is not None:
-                super().store(zero, torch.full_like(scale, ZERO), row, expert)
+            super().store(stored.scale, scale, row, expert)
+            if stored.zero is not None:
+                super().store(stored.zero, torch.full_like(scale, ZERO), row, expert)
             row += len(part)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:

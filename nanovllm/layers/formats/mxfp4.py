@@ -78,10 +78,10 @@ class Mxfp4(WeightFormat):
         return {"weight": weight, "weight_scale": scale}
 
     def weight(self, layer: Any) -> Weight:
-        return Weight(self, layer.weight, layer.weight_scale, layer.weight.input_dtype)
+        return Weight(self, layer.weight, layer.weight_scale, layer.weight.stored.input_dtype)
 
     def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
-        if parameter.is_scale:
+        if parameter.stored.is_scale:
             super().store(parameter, values, row, expert)
             return
         values = values.to(parameter.device)
@@ -89,7 +89,7 @@ class Mxfp4(WeightFormat):
             values = pack_pairs(values)
         else:
             values, scale = quantize_torch(values)
-            super().store(parameter.scale, scale, row, expert)
+            super().store(parameter.stored.scale, scale, row, expert)
         super().store(parameter, values, row, expert)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:

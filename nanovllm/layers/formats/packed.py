@@ -47,7 +47,7 @@ class Packed(WeightFormat):
         return _like(weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
 
     def unpacked(self, weight: Any) -> tuple[WeightFormat, Any]:
-        return weight.format, _like(weight, weight.detach().to_dense())
+        return weight.stored.format, _like(weight, weight.detach().to_dense())
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:
         return Weight(self, self.pack(weight.to(dtype)))

@@ -1,7 +1,8 @@
 """Parameters of layers that are split over ranks: each knows how it is loaded, and in which format it is stored."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,13 +14,56 @@ if TYPE_CHECKING:
 FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
 
 
+@dataclass
+class Stored:
+    """What the loader must know of a parameter, as its attribute `stored`.
+
+    Attributes:
+        format: of a weight, or of what belongs to it; None for what is no part of a linear layer.
+        rows_of_weight: how many rows of the weight one row stands for.
+        checkpoint_name: its last name in the checkpoint; None for its own.
+        stored_dtypes: safetensors' names of what the checkpoint may hold.
+        packing: how the checkpoint stores it, if in another layout than shards says.
+        check: a function of the checkpoint's tensor and a shard id, which returns what is wrong or None.
+        numbers_each: of the model, in each number of a tensor of the checkpoint.
+        is_scale: whether it belongs to a weight, and must hold what the format's `are_scales` says.
+        is_one_number: whether a tensor of the checkpoint is one number, for all of its shard.
+        takes_factor: whether `scale_while_loading` multiplies it.
+        loading_factor: what that multiplies it by.
+        num_experts: whose tensors it holds, with shard ids (expert, shard id of one); None for no experts.
+        scale, zero: of a weight, parameters that belong to it.
+        input_dtype: of a weight's products, if that is not its own.
+    """
+
+    format: "WeightFormat | None" = None
+    rows_of_weight: int = 1
+    checkpoint_name: str | None = None
+    stored_dtypes: tuple[str, ...] = FLOATS
+    packing: "Packing | None" = None
+    check: Callable[[Tensor, Any], str | None] | None = None
+    numbers_each: int = 1
+    is_scale: bool = False
+    is_one_number: bool = False
+    takes_factor: bool = True
+    loading_factor: float = 1
+    num_experts: int | None = None
+    scale: Any = None
+    zero: Any = None
+    input_dtype: torch.dtype | None = None
+
+
+def stored(parameter: Any) -> Stored:
+    """A parameter's, which it gets here if it was not made by `make_parameter`."""
+    return vars(parameter).setdefault("stored", Stored())
+
+
 def make_parameter(
     shape: tuple[int, ...],
     shards: dict,
     weight_loader: Any,
     format: "WeightFormat | None" = None,
     dtype: torch.dtype | None = None,
-    **attributes: Any,
+    **fields: Any,
 ) -> nn.Parameter:
     """An uninitialised parameter with what the loader asks it for.
 
@@ -28,24 +72,11 @@ def make_parameter(
         shards: the checkpoint tensors that make it up: {shard id: full shape}; {} if it comes with another parameter.
         weight_loader: `weight_loader(param, loaded, shard_id)` copies this rank's part of one of them. `loaded` is a
             tensor, or a safetensors slice, of which only that part is read.
-        format: of a weight, or of what belongs to it.
         dtype: torch's default by default.
-        attributes: others than these:
-            rows_of_weight (1): how many rows of the weight one row stands for.
-            checkpoint_name (its own): its last name in the checkpoint.
-            stored_dtypes (floats): safetensors' names of what the checkpoint may hold.
-            packing (None): how the checkpoint stores it, if in another layout than shards says.
-            check (None): a function of the checkpoint's tensor and a shard id, which returns what is wrong or None.
-            numbers_each (1): of the model, in each number of a tensor of the checkpoint.
-            is_scale (False): whether it belongs to a weight, and must hold what the format's `are_scales` says.
-            is_one_number (False): whether a tensor of the checkpoint is one number, for all of its shard.
-            takes_factor (True): whether `scale_while_loading` multiplies it.
+        format, fields: those of `Stored`.
     """
     parameter: Any = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
-    defaults: dict[str, Any] = {"rows_of_weight": 1, "stored_dtypes": FLOATS, "takes_factor": True, "numbers_each": 1}
-    defaults |= {"packing": None, "check": None}
-    defaults |= {"is_scale": False, "is_one_number": False}
-    vars(parameter).update(defaults | attributes, shards=shards, weight_loader=weight_loader, format=format)
+    parameter.shards, parameter.weight_loader, parameter.stored = shards, weight_loader, Stored(format, **fields)
     return parameter
 
 
@@ -81,18 +112,18 @@ def scale_while_loading(modules: Iterable[nn.Module], factor: float) -> None:
         return
     for module in modules:
         weights = [parameter for name, parameter in module.named_parameters() if "weight" in name]
-        if not any(getattr(parameter, "takes_factor", True) for parameter in weights):
+        if not any(stored(parameter).takes_factor for parameter in weights):
             raise ValueError(
                 f"the checkpoint's weights cannot be multiplied by {factor}; use the unquantized checkpoint"
             )
         for parameter in module.parameters():
-            if getattr(parameter, "takes_factor", True):
-                parameter.loading_factor = factor  # type: ignore[attr-defined]
+            if stored(parameter).takes_factor:
+                stored(parameter).loading_factor = factor
 
 
 def load_rows(parameter: Any, row: int, loaded: Any, start: int, num_rows: int, expert: int | None = None) -> None:
     """Write num_rows rows of `loaded`, from `start` on, to a parameter's rows from `row` on. Rows are a weight's, also
     where the parameter holds scales, of which one may stand for many."""
-    unit = parameter.rows_of_weight
+    unit = parameter.stored.rows_of_weight
     values = loaded[start // unit : (start + num_rows) // unit]
-    parameter.format.store(parameter, values, row // unit, expert)
+    parameter.stored.format.store(parameter, values, row // unit, expert)
