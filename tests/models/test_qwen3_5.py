@@ -136,7 +136,7 @@ def test_a_prompt_begins_with_a_snapshot_beside_a_decode_step(dense):
 
         def prepare_and_record(step):
             prepare(step)
-            copied.extend(step.slot_copies)
+            copied.extend(step.extras.get("state copies"))
 
         runner.prepare = prepare_and_record
         ids, done = [llm.add_request(first, greedy(30))], {}
