@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.speculation import speculative_scheduler
-from nanovllm.engine.speculation.suffix_index import GRAM, Proposal
+from nanovllm.engine.features.speculation import speculative_scheduler
+from nanovllm.engine.features.speculation.suffix_index import GRAM, Proposal
 
 VOCAB_SIZE = 10_000
 

@@ -20,8 +20,8 @@ from pydoc_data.topics import topics
 from statistics import median
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.speculation.speculative_scheduler import SpeculativeScheduler
-from nanovllm.engine.speculation.suffix_index import SuffixProposer
+from nanovllm.engine.features.speculation.speculative_scheduler import SpeculativeScheduler
+from nanovllm.engine.features.speculation.suffix_index import SuffixProposer
 
 MODULES = "bisect", "heapq", "textwrap", "shlex", "sched", "queue", "fnmatch", "colorsys", "string", "stat"
 MAX_CHARACTERS = 1800  # of a text

@@ -7,13 +7,13 @@ if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.checks import RequestChecker, check_options
     from nanovllm.engine.ranks.workers import WorkerError
-    from nanovllm.engine.requests.chat import Conversation, as_conversations
-    from nanovllm.engine.requests.harmony import with_channels
-    from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, Score, StreamDelta
-    from nanovllm.engine.requests.prompt_encoder import ChatRenderer, PromptEncoder
-    from nanovllm.engine.requests.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
-    from nanovllm.engine.requests.streaming import NO_PROMPT
-    from nanovllm.engine.requests.tool_calls import ToolCallSplitter, split_tool_calls
+    from nanovllm.engine.text.chat import Conversation, as_conversations
+    from nanovllm.engine.text.harmony import with_channels
+    from nanovllm.engine.text.outputs import EngineStats, RequestOutput, Score, StreamDelta
+    from nanovllm.engine.text.prompt_encoder import ChatRenderer, PromptEncoder
+    from nanovllm.engine.text.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
+    from nanovllm.engine.text.streaming import NO_PROMPT
+    from nanovllm.engine.text.tool_calls import ToolCallSplitter, split_tool_calls
     from nanovllm.llm import LLM
     from nanovllm.models.tokenizer_files import find_tokenizer
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -47,24 +47,24 @@ __version__ = "0.1.0"
 
 _MODULES = {
     "LLM": "nanovllm.llm",
-    "NO_PROMPT": "nanovllm.engine.requests.streaming",
-    "ChatRenderer": "nanovllm.engine.requests.prompt_encoder",
+    "NO_PROMPT": "nanovllm.engine.text.streaming",
+    "ChatRenderer": "nanovllm.engine.text.prompt_encoder",
     "Config": "nanovllm.config",
-    "Conversation": "nanovllm.engine.requests.chat",
-    "PromptEncoder": "nanovllm.engine.requests.prompt_encoder",
-    "ReasoningSplitter": "nanovllm.engine.requests.reasoning",
+    "Conversation": "nanovllm.engine.text.chat",
+    "PromptEncoder": "nanovllm.engine.text.prompt_encoder",
+    "ReasoningSplitter": "nanovllm.engine.text.reasoning",
     "RequestChecker": "nanovllm.engine.checks",
     "SamplingParams": "nanovllm.sampling_params",
     "StructuredOutputsParams": "nanovllm.sampling_params",
-    "ToolCallSplitter": "nanovllm.engine.requests.tool_calls",
+    "ToolCallSplitter": "nanovllm.engine.text.tool_calls",
     "WorkerError": "nanovllm.engine.ranks.workers",
-    "as_conversations": "nanovllm.engine.requests.chat",
+    "as_conversations": "nanovllm.engine.text.chat",
     "check_options": "nanovllm.engine.checks",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
-    "opens_reasoning": "nanovllm.engine.requests.reasoning",
-    "split_reasoning": "nanovllm.engine.requests.reasoning",
-    "split_tool_calls": "nanovllm.engine.requests.tool_calls",
-    "with_channels": "nanovllm.engine.requests.harmony",
+    "opens_reasoning": "nanovllm.engine.text.reasoning",
+    "split_reasoning": "nanovllm.engine.text.reasoning",
+    "split_tool_calls": "nanovllm.engine.text.tool_calls",
+    "with_channels": "nanovllm.engine.text.harmony",
 }
 
 
@@ -72,6 +72,6 @@ def __getattr__(name: str) -> object:
     """Import a public name when it is first used, so that `nanovllm --help` does not wait for torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(_MODULES.get(name, "nanovllm.engine.requests.outputs")), name)
+    value = getattr(import_module(_MODULES.get(name, "nanovllm.engine.text.outputs")), name)
     globals()[name] = value
     return value

@@ -13,20 +13,20 @@ import torch
 from nanovllm.engine.engine_lock import User
 from nanovllm.engine.llm_engine import BY_HAND, LLMEngine
 from nanovllm.engine.prefix_cache import reset_prefix_cache
-from nanovllm.engine.requests.chat import (
+from nanovllm.engine.text.chat import (
     Conversation,
     Tool,
     as_conversations,
     as_tools,
     misplaced_chat_option,
 )
-from nanovllm.engine.requests.harmony import with_channels
-from nanovllm.engine.requests.outputs import RequestOutput, Score, StreamDelta, as_result
-from nanovllm.engine.requests.prompt_encoder import PromptEncoder
-from nanovllm.engine.requests.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
-from nanovllm.engine.requests.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
-from nanovllm.engine.requests.streaming import PromptFeed, new_deltas
-from nanovllm.engine.requests.tool_calls import add_tool_calls
+from nanovllm.engine.text.harmony import with_channels
+from nanovllm.engine.text.outputs import RequestOutput, Score, StreamDelta, as_result
+from nanovllm.engine.text.prompt_encoder import PromptEncoder
+from nanovllm.engine.text.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
+from nanovllm.engine.text.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
+from nanovllm.engine.text.streaming import PromptFeed, new_deltas
+from nanovllm.engine.text.tool_calls import add_tool_calls
 from nanovllm.models.loader import TensorFacts, checked_tensors
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require

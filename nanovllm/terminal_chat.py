@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.engine.requests.chat import Conversation
+from nanovllm.engine.text.chat import Conversation
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 

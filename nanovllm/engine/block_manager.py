@@ -8,7 +8,7 @@ import numpy as np
 import xxhash
 
 from nanovllm.engine.free_blocks import FreeBlocks
-from nanovllm.engine.places import NoPlaces
+from nanovllm.engine.cells import NoPlaces
 from nanovllm.engine.sequence import Sequence
 
 

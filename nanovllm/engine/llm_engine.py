@@ -14,12 +14,12 @@ from nanovllm.engine.engine_lock import EngineLock, User
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.ranks.workers import Workers
-from nanovllm.engine.requests.outputs import EngineStats, RequestOutput, engine_stats
-from nanovllm.engine.requests.prompts import Prompt, as_prompts, params_per_prompt
-from nanovllm.engine.requests.request_order import longest_first
-from nanovllm.engine.requests.results import Results
-from nanovllm.engine.requests.sequence_maker import SequenceMaker
-from nanovllm.engine.sampling.logprobs import record_prompt_logprobs
+from nanovllm.engine.text.outputs import EngineStats, RequestOutput, engine_stats
+from nanovllm.engine.text.prompts import Prompt, as_prompts, params_per_prompt
+from nanovllm.engine.request_order import longest_first
+from nanovllm.engine.text.results import Results
+from nanovllm.engine.text.sequence_maker import SequenceMaker
+from nanovllm.engine.features.logits.logprobs import record_prompt_logprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start.schedulers import make_scheduler
 from nanovllm.engine.step import Step

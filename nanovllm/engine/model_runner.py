@@ -18,8 +18,8 @@ from nanovllm.engine.inputs import ModelInputs, padded_block_tables, send_prefil
 from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
 from nanovllm.engine.runner.sampled_tokens import send_tokens
-from nanovllm.engine.sampling.logit_steps import LogitSteps
-from nanovllm.engine.sampling.logprobs import prompt_rows
+from nanovllm.engine.features.logits.logit_steps import LogitSteps
+from nanovllm.engine.features.logits.logprobs import prompt_rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start.build import Parts, build_model
 from nanovllm.engine.start.give_back import give_back

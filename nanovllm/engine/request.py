@@ -15,7 +15,7 @@ class Request:
         params: as given, except stop strings that are tokens, which are stop_tokens.
         request_id: unique within the engine, in order of arrival.
         prompt_index: of the prompt in its call.
-        logit_edits: an engine.sampling.logit_edits.LogitEdits, if params ask for them.
+        logit_edits: an engine.features.logits.logit_edits.LogitEdits, if params ask for them.
         stop_tokens: tokens that a stop string stands for, and the string.
         end_token_ids: tokens that end a sequence; the scheduler sets them when it is added.
     """
@@ -43,7 +43,7 @@ class Completion:
         text: once it has finished; None without a tokenizer.
         text_stream: detokenizes token by token, for streams and stop strings.
         num_streamed_tokens: of the completion, in deltas.
-        grammar: the engine.sampling.structured.Grammar that it follows; None after its end.
+        grammar: the engine.features.logits.structured.Grammar that it follows; None after its end.
         logprobs: of each completion token its own log-probability, or where others are wanted {token id:
             log-probability}; None if the request does not ask for them.
         prompt_logprobs: likewise of the prompt's tokens, of a request's first sample only.

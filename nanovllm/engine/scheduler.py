@@ -10,7 +10,7 @@ from nanovllm.engine.admission import Admission, MixedAdmission
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.ends import end_token_ids, note_end_token, note_failure
 from nanovllm.engine.length_limit import LengthLimit
-from nanovllm.engine.places import NoPlaces
+from nanovllm.engine.cells import NoPlaces
 from nanovllm.engine.prefix_cache import forget_blocks
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step

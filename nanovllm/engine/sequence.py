@@ -43,7 +43,7 @@ class Sequence:
         request, completion: what was asked for, and the answer so far.
         pending_row: if the last token is a placeholder, the row of the step in flight whose token it stands for.
         block_hashes: of its first full blocks, computed when needed.
-        place: an engine.features.places.Place in stores beside the KV cache; None without such stores.
+        place: an engine.features.states.cells.Place in stores beside the KV cache; None without such stores.
     """
 
     block_size = 256

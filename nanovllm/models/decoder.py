@@ -31,7 +31,7 @@ from nanovllm.layers.parallel.sharded_norm import ShardedRMSNorm, normalize_over
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
-from nanovllm.layers.stores.state_slots import StateSlots
+from nanovllm.layers.stores.state_cells import StateSlots
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.expert_tensors import ExpertPart, stacked_experts
 from nanovllm.models.hf_config import check_switches, get_head_dim

@@ -6,7 +6,7 @@ import pytest
 from checkpoints import make_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.engine.requests.chat import as_tools
+from nanovllm.engine.text.chat import as_tools
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
 PARAMS = SamplingParams(temperature=0, max_tokens=12)

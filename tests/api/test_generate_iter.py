@@ -6,7 +6,7 @@ import pytest
 from checkpoints import assert_idle, both_ways, complete, greedy, random_prompt
 from leaving import LEAVING
 
-from nanovllm.engine.requests.streaming import NO_PROMPT
+from nanovllm.engine.text.streaming import NO_PROMPT
 
 shared_llm = both_ways(max_num_seqs=4)
 

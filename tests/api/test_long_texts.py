@@ -6,7 +6,7 @@ import pytest
 from checkpoints import assert_idle, complete, greedy, make_llm
 
 from nanovllm import PromptEncoder
-from nanovllm.engine.requests.prompt_encoder import CHARACTERS_PER_TOKEN
+from nanovllm.engine.text.prompt_encoder import CHARACTERS_PER_TOKEN
 
 MAX_LEN = 200  # of shared_llm
 LONG = "a row of slots " * 100_000

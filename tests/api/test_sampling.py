@@ -24,7 +24,7 @@ from sampling_reference import complete_alone, run
 from transformers import AutoTokenizer
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.engine.requests.results import completion_logprobs
+from nanovllm.engine.text.results import completion_logprobs
 
 # One token in sixteen ends a sequence.
 EOS = tuple(range(3, VOCAB_SIZE, 16))

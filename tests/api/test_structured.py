@@ -13,8 +13,8 @@ from draws import sample_torch
 from sampling_reference import completions, run
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.engine.sampling import structured
-from nanovllm.engine.sampling.structured import Grammars
+from nanovllm.engine.features.logits import structured
+from nanovllm.engine.features.logits.structured import Grammars
 from nanovllm.layers.sampling.token_masks import num_mask_words
 
 CHOICES = ("red", "green", "dark red", 'a "quoted"\n\\line', "größe", "red and green", "a DEL: \x7f")

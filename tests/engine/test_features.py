@@ -58,7 +58,7 @@ def test_each_request_gets_what_it_asks_for(base, options, monkeypatch):
         expected = tokens_of(llm, prompts, biased)
         assert expected != tokens_of(llm, prompts, [greedy(params.max_tokens) for params in biased])
     if "speculation" in options:  # Every step tries all that is proposed.
-        from nanovllm.engine.speculation import speculative_scheduler
+        from nanovllm.engine.features.speculation import speculative_scheduler
 
         monkeypatch.setattr(
             speculative_scheduler, "choose_counts", lambda chances, num_seqs, pace: [len(each) for each in chances]

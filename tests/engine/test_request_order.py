@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from schedulers import make_scheduler
 
 from nanovllm import SamplingParams
-from nanovllm.engine.requests.request_order import longest_first
+from nanovllm.engine.request_order import longest_first
 from nanovllm.engine.sequence import Sequence
 
 BLOCK_SIZE, MAX_SEQ_LEN, ROOMY = 4, 100, 10**6

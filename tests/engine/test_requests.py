@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nanovllm import SamplingParams
-from nanovllm.engine.requests.sequence_maker import SequenceMaker
+from nanovllm.engine.text.sequence_maker import SequenceMaker
 
 VOCAB_SIZE, LONGEST = 1000, 40
 GOOD = st.lists(st.integers(0, VOCAB_SIZE - 1), min_size=1, max_size=LONGEST)

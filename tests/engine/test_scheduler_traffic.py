@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from invariants import FakeModel, check_scheduler, run_alone
 from schedulers import EOS, SIZE, make_scheduler, postprocess
 
-from nanovllm.engine.features.places import Places
+from nanovllm.engine.features.states.cells import Places
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence

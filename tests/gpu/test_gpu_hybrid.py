@@ -5,7 +5,7 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from gpu_engines import gpu_llm
 from replay import Replay
 
-from nanovllm.engine.speculation import speculative_scheduler
+from nanovllm.engine.features.speculation import speculative_scheduler
 
 pytestmark = [pytest.mark.gpu, needs_family("qwen3_5_text")]
 
@@ -61,7 +61,7 @@ def test_prompts_beside_decode_steps(hybrid, eager):
         def prepare_and_record(step):
             prepare(step)
             mixed.append(not step.is_prefill and step.num_prefilled > 0)
-            copies.extend(step.slot_copies)
+            copies.extend(step.extras.get("state copies", ()))
 
         runner.prepare = prepare_and_record
         ids, done = [llm.add_request(prompts[0], greedy(limits[0]))], {}

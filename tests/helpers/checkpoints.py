@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.features.places import Places
+from nanovllm.engine.features.states.cells import Places
 from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.features.places import Places
-from nanovllm.engine.places import NoPlaces
+from nanovllm.engine.features.states.cells import Places
+from nanovllm.engine.cells import NoPlaces
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 

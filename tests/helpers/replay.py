@@ -4,7 +4,7 @@ import random
 from collections.abc import Mapping
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation.suffix_index import Proposal
+from nanovllm.engine.features.speculation.suffix_index import Proposal
 
 
 class Replay:

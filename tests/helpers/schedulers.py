@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from invariants import check_scheduler
 
-from nanovllm.engine.features.places import Places
+from nanovllm.engine.features.states.cells import Places
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor
 
-from nanovllm.engine.sampling.sampling_pipeline import TokenCounts
+from nanovllm.engine.features.logits.sampling_pipeline import TokenCounts
 from nanovllm.kernels.sampling.sampler import NON_FINITE
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampling import logprobs

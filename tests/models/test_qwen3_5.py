@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 from transformers import CONFIG_MAPPING
 
 from nanovllm import SamplingParams
-from nanovllm.engine.speculation import speculative_scheduler
+from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.start import memory
 from nanovllm.models.loader import check_checkpoint
 
@@ -136,7 +136,7 @@ def test_a_prompt_begins_with_a_snapshot_beside_a_decode_step(dense):
 
         def prepare_and_record(step):
             prepare(step)
-            copied.extend(step.extras.get("state copies"))
+            copied.extend(step.extras.get("state copies", ()))
 
         runner.prepare = prepare_and_record
         ids, done = [llm.add_request(first, greedy(30))], {}

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.features.columns import AttentionColumns, Columns
-from nanovllm.engine.features.state_columns import StateColumns
+from nanovllm.engine.features.states.state_columns import StateColumns
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
 from nanovllm.layers.backends.choice import select_backend

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch_sizes import graph_batch_sizes
-from nanovllm.engine.features.places import Place
+from nanovllm.engine.features.states.cells import Place
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step

@@ -4,10 +4,10 @@ from functools import partial
 from typing import Any, Protocol
 
 from nanovllm.config import Config
-from nanovllm.engine.features.places import Places
+from nanovllm.engine.features.states.cells import Places
 from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.speculation.budget import StepTimes
-from nanovllm.engine.speculation.speculative_scheduler import SpeculativeScheduler
+from nanovllm.engine.features.speculation.budget import StepTimes
+from nanovllm.engine.features.speculation.speculative_scheduler import SpeculativeScheduler
 
 
 class RunnerFacts(Protocol):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm.engine.speculation.budget import StepTimes
+from nanovllm.engine.features.speculation.budget import StepTimes
 
 _REPEATS = 3  # The fastest one counts: the others were disturbed.
 _SIZES = 1, 2, 4, 8, 16, 32, 64, 128, 256, 512  # where there are no graphs

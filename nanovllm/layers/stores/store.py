@@ -27,7 +27,7 @@ class Store(ABC):
 
     A model says which stores it has (`DecoderForCausalLM.make_stores`). At an engine's start each says how many bytes
     it takes, allocates its part of the budget, and gives it to its layers. Which places a sequence has in it is the
-    scheduler's business (`engine.features.places`).
+    scheduler's business (`engine.features.states.cells`).
 
     Attributes:
         name: for the log and for errors.

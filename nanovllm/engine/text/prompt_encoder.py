@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.engine.requests.chat import TemplateRenderer
-from nanovllm.engine.requests.prompts import Prompt, read_prompt
+from nanovllm.engine.text.chat import TemplateRenderer
+from nanovllm.engine.text.prompts import Prompt, read_prompt
 
 logger = logging.getLogger(__name__)
 

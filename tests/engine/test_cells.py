@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, postprocess, step
 
-from nanovllm.engine.features.places import Places
+from nanovllm.engine.features.states.cells import Places
 from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.layers.stores.store import NUM_SNAPSHOTS, Store
 from nanovllm.models.decoder import DecoderForCausalLM

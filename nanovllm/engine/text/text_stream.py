@@ -4,7 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence as Tokens
 from typing import cast
 
-from nanovllm.engine.requests.detokenizer import (
+from nanovllm.engine.text.detokenizer import (
     REPLACEMENT,
     Detokenizer,
     common_prefix,

@@ -7,7 +7,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanovllm.engine.places import NoPlaces
+from nanovllm.engine.cells import NoPlaces
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.linear_attention.gated_delta import CHUNK
 

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from nanovllm.engine.speculation.suffix_index import MAX_MATCH, Proposal
+from nanovllm.engine.features.speculation.suffix_index import MAX_MATCH, Proposal
 
 # A step with proposals must promise this many times a plain step's tokens a second: its promise is only an estimate.
 _MIN_GAIN = 1.05

@@ -7,8 +7,8 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
-from nanovllm.engine.speculation.suffix_index import Proposal, SuffixProposer
+from nanovllm.engine.features.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
+from nanovllm.engine.features.speculation.suffix_index import Proposal, SuffixProposer
 from nanovllm.engine.step import Step
 
 # Looking for proposals may take this share of plain steps. So with many sequences it is done once in several steps.

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nanovllm.engine.requests.tool_calls import CLOSING, OPENING, num_undecided
+from nanovllm.engine.text.tool_calls import CLOSING, OPENING, num_undecided
 from nanovllm.sampling_params import SamplingParams
 
 CHANNEL = "<|channel|>"

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # It needs torch.
-    from nanovllm.engine.requests.outputs import RequestOutput
+    from nanovllm.engine.text.outputs import RequestOutput
 
 OPENING, CLOSING = "<tool_call>", "</tool_call>"
 _FUNCTION = re.compile(r"<function=([^>\n]+)>(.*)</function>", re.DOTALL)

@@ -2,11 +2,11 @@
 
 from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.requests.harmony import CHANNEL, HarmonySplitter
-from nanovllm.engine.requests.tool_calls import num_undecided
+from nanovllm.engine.text.harmony import CHANNEL, HarmonySplitter
+from nanovllm.engine.text.tool_calls import num_undecided
 
 if TYPE_CHECKING:  # It needs torch, and jobs read their lines without.
-    from nanovllm.engine.requests.outputs import RequestOutput
+    from nanovllm.engine.text.outputs import RequestOutput
 
 OPENING, CLOSING = "<think>", "</think>"
 _TAIL_TOKENS = 16  # of a prompt: more than a tag and the space after it can have
