@@ -59,10 +59,10 @@ class Layer(NamedTuple):
         weights = conv_weight, A_log, dt_bias, torch.ones(DIM, device="cuda"), EPS
         return cls(weights, inputs, (KEY_HEADS, value_heads))
 
-    def store(self, num_slots: int, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    def store(self, num_cells: int, state_dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
         conv_dim, value_heads = self.inputs[0].shape[1], self.heads[1]
-        tails = torch.zeros(num_slots, TAPS - 1, conv_dim, dtype=torch.bfloat16, device="cuda")
-        return tails, torch.zeros(num_slots, value_heads, DIM, DIM, dtype=state_dtype, device="cuda")
+        tails = torch.zeros(num_cells, TAPS - 1, conv_dim, dtype=torch.bfloat16, device="cuda")
+        return tails, torch.zeros(num_cells, value_heads, DIM, DIM, dtype=state_dtype, device="cuda")
 
     def rule_inputs(self, *shape: int) -> tuple[Tensor, ...]:
         """q, k, v, g and beta `[*shape, heads, DIM]`, as fla-core's functions take them."""
@@ -91,12 +91,12 @@ def time_decode(batch: int, value_heads: int, state_dtype: torch.dtype, num_prop
     num_bytes = batch * value_heads * DIM * DIM * state_dtype.itemsize
     num_layers = min(MAX_LAYERS, max(2, -(-MIN_STATE_BYTES // num_bytes)))
     stores = [layer.store(num_rows, state_dtype) for _ in range(num_layers)]
-    slots = ints(-2 - row if row % (1 + num_proposed) else row for row in range(num_rows))
+    cells = ints(-2 - row if row % (1 + num_proposed) else row for row in range(num_rows))
     context_lens = ints(100 + row % (1 + num_proposed) for row in range(num_rows))
 
     def run() -> None:
         for store in stores:
-            delta_rule_decode(*layer.inputs, *layer.weights, *store, slots, context_lens, *layer.heads)
+            delta_rule_decode(*layer.inputs, *layer.weights, *store, cells, context_lens, *layer.heads)
 
     micros = time_graph(run, num_layers, 9, 3)
     return {"us": micros, "gb_per_s": (2 + num_proposed) * num_bytes / micros / 1e3}
@@ -125,9 +125,9 @@ def prefill_flops(num_seqs: int, length: int, value_heads: int) -> int:
 
 def prefill_call(num_seqs: int, length: int, value_heads: int) -> Callable[[], Tensor]:
     layer = Layer.make(num_seqs * length, value_heads)
-    slots = ints(range(num_seqs))
+    cells = ints(range(num_seqs))
     snapshots = ints([-1] * num_seqs)
-    places = ints(range(0, num_seqs * length + 1, length)), snapshots, slots, snapshots, snapshots
+    places = ints(range(0, num_seqs * length + 1, length)), snapshots, cells, snapshots, snapshots
     store = layer.store(num_seqs)
     return partial(delta_rule_prefill, *layer.inputs, *layer.weights, *store, *places, *layer.heads)
 

@@ -8,7 +8,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.formats.parameters import stored
-from nanovllm.layers.stores.store import count_slots
+from nanovllm.layers.stores.store import count_cells
 from nanovllm.models.decoder import layer_heads
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
 from nanovllm.models.registry import model_class
@@ -39,21 +39,21 @@ class Needs(NamedTuple):
         weights: parameters, scales and RoPE's tables.
         activations: of the largest step; an estimate.
         per_block: of each block of tokens: its keys and values, in all layers.
-        per_slot: of each slot of states, one for each running sequence, however long it is.
+        per_cell: of each cell of states, one for each running sequence, however long it is.
     """
 
     weights: int
     activations: int
     per_block: int
-    per_slot: int
+    per_cell: int
 
     def on(self, memory: int, config: Config) -> Fit:
         """What a GPU of this many bytes has room for."""
         room = int(memory * config.gpu_memory_utilization) - self.weights - self.activations - _OTHER_BYTES
-        num_slots = count_slots(self.per_slot, config.max_decode_rows, max(0, room))
-        num_blocks = max(0, (room - self.per_slot * num_slots) // self.per_block)
+        num_cells = count_cells(self.per_cell, config.max_decode_rows, max(0, room))
+        num_blocks = max(0, (room - self.per_cell * num_cells) // self.per_block)
         blocks_each = -(-cast(int, config.max_model_len) // config.kvcache_block_size)
-        num_seqs = min(num_slots, config.max_num_seqs) if num_slots else config.max_num_seqs
+        num_seqs = min(num_cells, config.max_num_seqs) if num_cells else config.max_num_seqs
         return Fit(memory, num_blocks * config.kvcache_block_size, min(num_blocks // blocks_each, num_seqs))
 
 
@@ -69,7 +69,7 @@ def needs(config: Config) -> Needs:
     values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size)
     logits = config.max_num_seqs * c.vocab_size // size
     activations = (config.max_num_batched_tokens * values + logits + _largest_packed(model)) * config.dtype.itemsize
-    return Needs(sizes.weights + sizes.tables, activations, sizes.per_block, sizes.per_slot)
+    return Needs(sizes.weights + sizes.tables, activations, sizes.per_block, sizes.per_cell)
 
 
 def _largest_packed(model: Any) -> int:
@@ -105,8 +105,8 @@ def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> b
     kv_per_token = needed.per_block / config.kvcache_block_size
     print(f"  KV cache         {kv_per_token / 1024:8.1f} KiB a token, ", end="")
     print(f"{length * kv_per_token / GIB:.2f} GiB for a sequence of {length} tokens")
-    if needed.per_slot:
-        print(f"  states           {needed.per_slot / GIB:8.3f} GiB a running sequence, and as much a snapshot")
+    if needed.per_cell:
+        print(f"  states           {needed.per_cell / GIB:8.3f} GiB a running sequence, and as much a snapshot")
     print(f"\n{'GPU':>26}  {'fits':4}  {'tokens in the KV cache':>22}  {f'sequences of {length} tokens':>24}")
     cards = [(f"{gib:g} GiB", int(gib * GIB)) for gib in memory_gib or CARDS_GIB]
     if torch.cuda.is_available() and not memory_gib:

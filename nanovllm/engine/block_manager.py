@@ -7,8 +7,8 @@ from itertools import count
 import numpy as np
 import xxhash
 
+from nanovllm.engine.cells import NoCells
 from nanovllm.engine.free_blocks import FreeBlocks
-from nanovllm.engine.cells import NoPlaces
 from nanovllm.engine.sequence import Sequence
 
 
@@ -49,18 +49,18 @@ class BlockManager:
     """
 
     def __init__(
-        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, places: NoPlaces | None = None
+        self, num_blocks: int, block_size: int, enable_prefix_caching: bool = True, cells: NoCells | None = None
     ):
-        """places: in the model's other stores, if there are some. A sequence gets a place and gives it back with its
+        """cells: in the model's other stores, if there are some. A sequence gets a cell and gives it back with its
         blocks."""
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
-        self.places = places or NoPlaces()
+        self.cells = cells or NoCells()
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.hash_to_block_id: dict[int, int] = {}
         self.free_block_ids = FreeBlocks(range(num_blocks))
         self.used_block_ids: set[int] = set()
-        self.lost_content_ids: list[int] = []  # of blocks that were reused since the places were last asked
+        self.lost_content_ids: list[int] = []  # of blocks that were reused since the cells were last asked
         self._content_ids = count(1)
 
     @staticmethod
@@ -96,7 +96,7 @@ class BlockManager:
         num_free, num_blocks = len(self.blocks) - len(self.used_block_ids) - reserve, seq.num_blocks
         if num_blocks > num_free and num_blocks - self.max_shared_blocks(seq) > num_free:
             return -1
-        if not self.places.can_allocate():
+        if not self.cells.can_allocate():
             return -1
         shared = self.shared_blocks(seq) if seq.num_tokens > self.block_size else []
         num_in_use = sum(self.blocks[i].ref_count > 0 for i in shared)  # The others count as free until then.
@@ -106,7 +106,7 @@ class BlockManager:
         """Fill the sequence's block table, and set num_cached_tokens to what the prefix cache gave: never all tokens,
         because the logits of the last one are needed. num_cached_blocks: as can_allocate said."""
         shared = [self.hash_to_block_id[self.block_hash(seq, i)] for i in range(num_cached_blocks)]
-        self.places.begin(seq, self, shared)
+        self.cells.begin(seq, self, shared)
         # Shared blocks first: the next free block may be one of them.
         for block_id in shared:
             block = self.blocks[block_id]
@@ -127,7 +127,7 @@ class BlockManager:
             block.ref_count -= 1
             if block.ref_count == 0:
                 self._deallocate_block(block_id)
-        self.places.end(seq)
+        self.cells.end(seq)
         seq.block_table = []
         seq.num_cached_tokens = seq.num_scheduled_tokens = 0
 
@@ -170,7 +170,7 @@ class BlockManager:
                 block.content_id = next(self._content_ids)
                 self.hash_to_block_id[hash] = block.block_id
             prefix_id = block.content_id
-        self.places.keep(seq, self)
+        self.cells.keep(seq, self)
 
     def max_shared_blocks(self, seq: Sequence) -> int:
         """Its full blocks before the first token whose logits are needed. Those of its last token always are."""
@@ -180,7 +180,7 @@ class BlockManager:
 
     def shared_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the cache that it need not compute."""
-        return self.places.reusable(self, self.known_blocks(seq))
+        return self.cells.reusable(self, self.known_blocks(seq))
 
     def known_blocks(self, seq: Sequence) -> list[int]:
         """Ids of the blocks with its tokens in the cache, up to the first miss."""

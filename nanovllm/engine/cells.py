@@ -1,4 +1,4 @@
-"""NoPlaces: what the scheduler asks of the stores beside the KV cache, where a model has none."""
+"""NoCells: what the scheduler asks of the stores beside the KV cache, where a model has none."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -6,15 +6,16 @@ from typing import Any
 from nanovllm.engine.sequence import Sequence
 
 
-class NoPlaces:
-    """The sequences' places in the stores beside the KV cache, for a model without such stores. So nobody has to ask
-    whether there are any. `features.places.Places` is for a model that has some.
+class NoCells:
+    """The sequences' cells in the stores beside the KV cache, for a model without such stores. So nobody has to ask
+    whether there are any. `features.states.cells.Cells` is for a model
+    that has some.
 
     Each method is called once for a step, or once for a sequence that begins or ends. manager: the BlockManager.
 
     Attributes:
-        chunk: a prefill's kernels know the states after each so many of its new tokens. A shorter chunk of a prompt
-            ends where no state can be kept.
+        chunk: a prefill's kernels compute the states once every `chunk` new tokens. A shorter chunk of a prompt ends
+            where no state can be kept.
     """
 
     chunk = 0
@@ -28,7 +29,7 @@ class NoPlaces:
         return True
 
     def begin(self, seq: Sequence, manager: Any, shared: list[int]) -> None:
-        """Give a sequence a place with its blocks. shared: ids of the blocks that it need not compute."""
+        """Give a sequence a cell with its blocks. shared: ids of the blocks that it need not compute."""
 
     def end(self, seq: Sequence) -> None:
         """Take it back, if there is one."""

@@ -5,9 +5,9 @@ from typing import Any, cast
 
 from nanovllm.config import Config
 from nanovllm.engine.length_limit import LengthLimit
+from nanovllm.engine.start.build import check_backend
 from nanovllm.engine.text.prompts import Prompt
 from nanovllm.engine.text.sequence_maker import SequenceMaker
-from nanovllm.engine.start.build import check_backend
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams
 

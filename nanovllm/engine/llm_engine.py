@@ -11,18 +11,18 @@ from typing_extensions import Self
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import EngineLock, User
+from nanovllm.engine.features.logits.logprobs import record_prompt_logprobs
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.ranks.workers import Workers
-from nanovllm.engine.text.outputs import EngineStats, RequestOutput, engine_stats
-from nanovllm.engine.text.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.request_order import longest_first
-from nanovllm.engine.text.results import Results
-from nanovllm.engine.text.sequence_maker import SequenceMaker
-from nanovllm.engine.features.logits.logprobs import record_prompt_logprobs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start.schedulers import make_scheduler
 from nanovllm.engine.step import Step
+from nanovllm.engine.text.outputs import EngineStats, RequestOutput, engine_stats
+from nanovllm.engine.text.prompts import Prompt, as_prompts, params_per_prompt
+from nanovllm.engine.text.results import Results
+from nanovllm.engine.text.sequence_maker import SequenceMaker
 from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted

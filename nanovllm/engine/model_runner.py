@@ -14,12 +14,12 @@ from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.engine.batch_sizes import graph_batch_sizes, mixed_batch_sizes
+from nanovllm.engine.features.logits.logit_steps import LogitSteps
+from nanovllm.engine.features.logits.logprobs import prompt_rows
 from nanovllm.engine.inputs import ModelInputs, padded_block_tables, send_prefill, write_prefill
 from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
 from nanovllm.engine.runner.sampled_tokens import send_tokens
-from nanovllm.engine.features.logits.logit_steps import LogitSteps
-from nanovllm.engine.features.logits.logprobs import prompt_rows
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start.build import Parts, build_model
 from nanovllm.engine.start.give_back import give_back
@@ -51,7 +51,7 @@ class ModelRunner:
         graph_bs, graphs, graph_pool, graph_vars: of decode steps with one token a sequence: batch sizes, {batch size:
             CUDA graph}, their memory, and the tensors that they read and write. Tokens are drawn inside.
         step_graphs: the graphs of all kinds of steps.
-        num_slots: places in the stores beside the KV cache.
+        num_cells: places in the stores beside the KV cache.
         step_times: how long decode steps take; None without speculation.
     """
 
@@ -156,7 +156,7 @@ class ModelRunner:
         """All stores, as large as the budget allows; config.num_kvcache_blocks becomes the KV cache's size. Raises
         MemoryError, with the numbers, if there is no room for one block."""
         args = self.stores, self.config, self.device, self.tp, self._free_at_start
-        self.config.num_kvcache_blocks, self.num_slots = allocate_stores(*args)
+        self.config.num_kvcache_blocks, self.num_cells = allocate_stores(*args)
 
     @property
     def kv_cache(self) -> Tensor:

@@ -26,13 +26,13 @@ def is_worth_waiting(manager: BlockManager, seq: Sequence, scheduled: Mapping[in
     num_shared, max_shared = len(manager.shared_blocks(seq)), manager.max_shared_blocks(seq)
     if num_shared == max_shared or manager.block_hash(seq, num_shared) not in scheduled:
         return False
-    return manager.places.is_worth_waiting(manager, seq, num_shared, scheduled)
+    return manager.cells.is_worth_waiting(manager, seq, num_shared, scheduled)
 
 
 def reset_prefix_cache(manager: BlockManager) -> None:
     """Forget every known prefix; blocks in use stay with their owners."""
     manager.hash_to_block_id.clear()
-    manager.places.forget_all()
+    manager.cells.forget_all()
     for block in manager.blocks:
         block.update(-1, [])
 
@@ -43,7 +43,7 @@ def forget_blocks(manager: BlockManager, seq: Sequence) -> None:
         block_id = manager.hash_to_block_id.get(hash)
         if block_id is None:
             continue
-        manager.places.forget(manager.blocks[block_id].content_id)
+        manager.cells.forget(manager.blocks[block_id].content_id)
         if manager.blocks[block_id].ref_count == 0:
             del manager.hash_to_block_id[hash]
             manager.blocks[block_id].update(-1, [])

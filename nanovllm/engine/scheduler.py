@@ -6,11 +6,12 @@ from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
 from typing import Any
 
-from nanovllm.engine.admission import Admission, MixedAdmission
+from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.cells import NoCells
 from nanovllm.engine.ends import end_token_ids, note_end_token, note_failure
+from nanovllm.engine.features.mixed import MixedAdmission
 from nanovllm.engine.length_limit import LengthLimit
-from nanovllm.engine.cells import NoPlaces
 from nanovllm.engine.prefix_cache import forget_blocks
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
@@ -31,7 +32,7 @@ class Scheduler:
         config: an engine's Config, whose num_kvcache_blocks ModelRunner has set; or anything with max_num_seqs,
             max_num_batched_tokens, kvcache_block_size, num_kvcache_blocks and eos, a token or several.
         mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
-        make_places: makes the places in the model's stores beside the KV cache.
+        make_cells: makes the cells in the model's stores beside the KV cache.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -41,7 +42,7 @@ class Scheduler:
         awaits_tokens: nothing may be scheduled before the tokens of the step in flight are known.
     """
 
-    def __init__(self, config: Any, mixed_step_rows: int = 0, make_places: Callable[[], NoPlaces] = NoPlaces):
+    def __init__(self, config: Any, mixed_step_rows: int = 0, make_cells: Callable[[], NoCells] = NoCells):
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
         self.eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)
@@ -56,7 +57,7 @@ class Scheduler:
         self._has_failed = False  # a sequence, because the sampler found no token
         is_sharing = getattr(config, "enable_prefix_caching", True)
         self._cache = config.num_kvcache_blocks, config.kvcache_block_size, is_sharing
-        self._make_places = make_places
+        self._make_places = make_cells
         self.reset()
 
     def reset(self) -> None:
@@ -107,9 +108,9 @@ class Scheduler:
 
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
         """Waiting sequences, of which up to `budget` tokens are computed. mixed: beside a decode step."""
-        places = self.block_manager.places
-        places.begin_step(self.block_manager, takes_snapshots=mixed is None)
-        min_chunk = 0 if mixed else min(max(budget // MIN_CHUNK_SHARE, places.chunk), budget)
+        cells = self.block_manager.cells
+        cells.begin_step(self.block_manager, takes_snapshots=mixed is None)
+        min_chunk = 0 if mixed else min(max(budget // MIN_CHUNK_SHARE, cells.chunk), budget)
         admission = Admission(self.block_manager, self.running, self.max_num_seqs, self.max_seq_len, min_chunk)
         seqs: list[Sequence] = []
         deferred: list[Sequence] = []
@@ -130,7 +131,7 @@ class Scheduler:
             seq.num_scheduled_tokens = min(num_left, budget)
             budget -= seq.num_scheduled_tokens
             if seq.num_scheduled_tokens < num_left:
-                places.align_chunk(seq)
+                cells.align_chunk(seq)
                 # A chunk, which ends the budget. The sequence keeps its blocks, so it goes to the very head of the
                 # queue: behind a sequence that finds no free block it would wait for ever.
                 deferred.insert(0, seq)
@@ -141,7 +142,7 @@ class Scheduler:
             if mixed:
                 mixed.add_running(seq)
         self.waiting.extendleft(reversed(deferred))
-        places.request_snapshots(self.block_manager, seqs)
+        cells.request_snapshots(self.block_manager, seqs)
         return seqs
 
     def _begin(self, seq: Sequence, num_shared: int) -> None:

@@ -43,7 +43,7 @@ class Sequence:
         request, completion: what was asked for, and the answer so far.
         pending_row: if the last token is a placeholder, the row of the step in flight whose token it stands for.
         block_hashes: of its first full blocks, computed when needed.
-        place: an engine.features.states.cells.Place in stores beside the KV cache; None without such stores.
+        cell: an engine.features.states.cells.Cell in stores beside the KV cache; None without such stores.
     """
 
     block_size = 256
@@ -80,7 +80,7 @@ class Sequence:
             self.seed = int(torch.randint(MAX_SEED, ()))
         self.pending_row = -1
         self.block_hashes: list[int] = []
-        self.place: Any = None
+        self.cell: Any = None
 
     def __len__(self) -> int:
         return self.num_tokens
@@ -169,4 +169,4 @@ class Sequence:
         self.is_prefill = not isinstance(tokens, int)
         self.token_ids = tokens if self.is_prefill else TokenIds("i")
         self.last_token = tokens[-1] if self.is_prefill else tokens
-        self.place, self.pending_row = None, -1
+        self.cell, self.pending_row = None, -1

@@ -127,9 +127,9 @@ class GatedDeltaNet(nn.Module):
 
     Attributes:
         shape: this rank's heads.
-        tails: [slots, num_taps - 1, conv_dim], the last inputs of each sequence's convolution, the oldest first; None
+        tails: [cells, num_taps - 1, conv_dim], the last inputs of each sequence's convolution, the oldest first; None
             until the store has memory (the warm-up runs without).
-        states: [slots, num_value_heads, key_dim, value_dim] in state_dtype; None likewise.
+        states: [cells, num_value_heads, key_dim, value_dim] in state_dtype; None likewise.
     """
 
     def __init__(self, hidden_size: int, shape: DeltaNetShape, eps: float, tp: TensorParallel, matmul: Matmul):
@@ -166,23 +166,23 @@ class GatedDeltaNet(nn.Module):
         return out if rows is None else out[rows]
 
     def _prefill(self, inputs: list[Tensor], context: Context) -> Tensor:
-        tails, states, slots, ends = self.tails, self.states, context.slots, cast(Tensor, context.cu_seqlens_q)
+        tails, states, cells, ends = self.tails, self.states, context.cells, cast(Tensor, context.cu_seqlens_q)
         if tails is None or states is None:
             num_seqs, (tail_shape, state_shape) = len(ends) - 1, self.state_shapes
             tails = inputs[0].new_empty(0, *tail_shape)
             states = inputs[0].new_empty(0, *state_shape, dtype=self.state_dtype)
-            slots = inputs[0].new_full((4, num_seqs), -1, dtype=torch.int32)
-        arguments: Any = (*inputs, *self._weights(), tails, states, ends, *cast(Tensor, slots), *self._heads())
+            cells = inputs[0].new_full((4, num_seqs), -1, dtype=torch.int32)
+        arguments: Any = (*inputs, *self._weights(), tails, states, ends, *cast(Tensor, cells), *self._heads())
         return delta_rule_prefill(*arguments)
 
     def _decode(self, inputs: list[Tensor], context: Context) -> Tensor:
         order = context.row_order
-        # Slots and lengths first, because the kernels read these before the launch before them has ended.
-        rows: list[Any] = [context.slots, context.context_lens, *inputs]
+        # Cells and lengths first, because the kernels read these before the launch before them has ended.
+        rows: list[Any] = [context.cells, context.context_lens, *inputs]
         if order is not None:
             rows = [x[order] for x in rows]
-        slots, lens, *inputs = rows
-        arguments: Any = (*inputs, *self._weights(), self.tails, self.states, slots, lens, *self._heads())
+        cells, lens, *inputs = rows
+        arguments: Any = (*inputs, *self._weights(), self.tails, self.states, cells, lens, *self._heads())
         out = delta_rule_decode(*arguments)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
@@ -206,6 +206,6 @@ class GatedDeltaNet(nn.Module):
 
     @property
     def state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Of a slot of tails, and of one of states."""
+        """Of a cell of tails, and of one of states."""
         shape = self.shape
         return (shape.num_taps - 1, shape.conv_dim), (shape.num_value_heads, shape.key_dim, shape.value_dim)

@@ -31,7 +31,7 @@ from nanovllm.layers.parallel.sharded_norm import ShardedRMSNorm, normalize_over
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
-from nanovllm.layers.stores.state_cells import StateSlots
+from nanovllm.layers.stores.state_cells import StateCells
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.expert_tensors import ExpertPart, stacked_experts
 from nanovllm.models.hf_config import check_switches, get_head_dim
@@ -360,14 +360,14 @@ class DecoderForCausalLM(nn.Module, ABC):
         return self.lm_head.gather_shards(logits)
 
     def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:
-        """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a slot each.
+        """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a cell each.
         Nothing is allocated yet. shape: of this rank's attention, in all that its layers share. state_dtype: of the
         states of linear attention."""
         mixers = [x for x in self.modules() if isinstance(x, DecoderAttention)]
         shapes = [shape._replace(num_kv_heads=x.num_kv_heads, head_dim=x.head_dim) for x in mixers]
         stores: list[Store] = [PagedKVCache([x.attn for x in mixers], shapes)]
         linear_layers = [x for x in self.modules() if isinstance(x, GatedDeltaNet)]
-        return [*stores, StateSlots(linear_layers, shape.dtype, shape.device, state_dtype)] if linear_layers else stores
+        return [*stores, StateCells(linear_layers, shape.dtype, shape.device, state_dtype)] if linear_layers else stores
 
     def pack_weights(self) -> None:
         """Once the weights are loaded: let a CPU's products read them faster (`formats.packed`), if there is no other

@@ -27,13 +27,13 @@ class ModelBytes(NamedTuple):
         weights: all parameters and their scales, in the dtypes that they have in memory.
         tables: RoPE's, for max_model_len positions.
         per_block: what the model's stores take of each block of tokens.
-        per_slot: of each slot, one for each running sequence; 0 without such stores.
+        per_cell: of each cell, one for each running sequence; 0 without such stores.
     """
 
     weights: int
     tables: int
     per_block: int
-    per_slot: int
+    per_cell: int
 
 
 def make_meta_model(
@@ -85,10 +85,10 @@ def model_bytes(config: Any, model: Any) -> ModelBytes:
     tp = TensorParallel(0, config.tensor_parallel_size)
     stores = model.make_stores(attention_shapes(config, tp, torch.device("meta"))[0], config.state_dtype)
     weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))
-    per_block, per_slot = (
-        sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_slot")
+    per_block, per_cell = (
+        sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_cell")
     )
-    return ModelBytes(weights, tables, per_block, per_slot)
+    return ModelBytes(weights, tables, per_block, per_cell)
 
 
 def attention_shapes(config: Any, tp: TensorParallel, device: torch.device) -> list[AttentionShape]:

@@ -26,12 +26,11 @@ class Context:
     context_lens: torch.Tensor | None = None  # [num_rows] decode: keys, the row's own included; 0 = padding
     # [num_seqs or num_rows, max_blocks], right-padded with -1; None in a prefill that reads nothing from the cache
     block_tables: torch.Tensor | None = None
-    # The sequences' slots in stores beside the KV cache; None without any. [num_rows]: each row's, -1 = padding. A
-    # proposed token's row has -2 - slot: it begins with the state after the row before, and writes to its own.
-    # Of a prefill [4, num_seqs]: the slot that the state before the first new token is in, -1 = it is empty; the slot
-    # of the state after the last one; the slot of a snapshot, -1 = none; and the number of new tokens before that.
-    slots: torch.Tensor | None = None
-    # int64 [num_rows] mixed step, with slots: the rows in such an order that the rows of a prompt follow each other
+    # The sequences' cells in stores beside the KV cache; None without any. [num_rows]: as `delta_rule_decode` reads
+    # them. Of a prefill [4, num_seqs]: the cell that the state before the first new token is in, -1 = it is empty; the
+    # cell of the state after the last one; the cell of a snapshot, -1 = none; and the number of new tokens before that.
+    cells: torch.Tensor | None = None
+    # int64 [num_rows] mixed step, with cells: the rows in such an order that the rows of a prompt follow each other
     row_order: torch.Tensor | None = None
     # int64 [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
     last_tokens: torch.Tensor | None = None

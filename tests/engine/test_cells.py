@@ -1,4 +1,4 @@
-"""A store beside the paged KV cache: a state of fixed size for each sequence, in a limited number of slots."""
+"""A store beside the paged KV cache: a state of fixed size for each sequence, in a limited number of cells."""
 
 from functools import partial
 from itertools import pairwise
@@ -12,20 +12,20 @@ from hypothesis import strategies as st
 from invariants import check_scheduler
 from schedulers import SIZE, add, make_scheduler, postprocess, step
 
-from nanovllm.engine.features.states.cells import Places
+from nanovllm.engine.features.states.cells import Cells
 from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.layers.stores.store import NUM_SNAPSHOTS, Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.utils.context import get_context
 
 
-def make(num_slots: int, **options):
-    return make_scheduler(make_places=partial(Places, num_slots, SIZE), **options)
+def make(num_cells: int, **options):
+    return make_scheduler(make_cells=partial(Cells, num_cells, SIZE), **options)
 
 
 def holders(scheduler) -> set[int]:
-    """Ids of the sequences that have a slot."""
-    return {seq.seq_id for seq in (*scheduler.waiting, *scheduler.running) if seq.place is not None}
+    """Ids of the sequences that have a cell."""
+    return {seq.seq_id for seq in (*scheduler.waiting, *scheduler.running) if seq.cell is not None}
 
 
 def run(scheduler) -> None:
@@ -33,7 +33,7 @@ def run(scheduler) -> None:
         step(scheduler)
 
 
-def test_a_sequence_begins_only_with_a_slot_and_its_end_gives_it_back():
+def test_a_sequence_begins_only_with_a_cell_and_its_end_gives_it_back():
     scheduler = make(2)
     seqs = [add(scheduler, 3, max_tokens=1 + i) for i in range(4)]
     begun, _, finished = step(scheduler)
@@ -41,10 +41,10 @@ def test_a_sequence_begins_only_with_a_slot_and_its_end_gives_it_back():
     assert finished == seqs[:1]
     assert holders(scheduler) == {seqs[1].seq_id}
     begun, is_prefill, _ = step(scheduler)
-    assert (begun, is_prefill) == ([seqs[2]], True), "the slot is another's now"
+    assert (begun, is_prefill) == ([seqs[2]], True), "the cell is another's now"
     run(scheduler)
     assert [seq.num_completion_tokens for seq in seqs] == [1, 2, 3, 4]
-    assert step_of_two(scheduler), "all slots are free again"
+    assert step_of_two(scheduler), "all cells are free again"
 
 
 def step_of_two(scheduler) -> bool:
@@ -53,29 +53,29 @@ def step_of_two(scheduler) -> bool:
     return len(step(scheduler)[0]) == 2
 
 
-def test_preemption_gives_the_slot_back():
+def test_preemption_gives_the_cell_back():
     scheduler = make(3, num_blocks=6, max_model_len=24)
     seqs = [add(scheduler, 7, max_tokens=12) for _ in range(3)]
     while not scheduler.is_finished():
         step(scheduler)
         has_blocks = {seq.seq_id for seq in (*scheduler.waiting, *scheduler.running) if seq.block_table}
-        assert holders(scheduler) == has_blocks, "who has blocks has a slot, and nobody else"
+        assert holders(scheduler) == has_blocks, "who has blocks has a cell, and nobody else"
     assert scheduler.num_preemptions > 0
     assert all(seq.num_completion_tokens == 12 for seq in seqs)
 
 
-def test_a_prompt_in_chunks_keeps_its_slot():
+def test_a_prompt_in_chunks_keeps_its_cell():
     scheduler = make(1, max_num_batched_tokens=16)
     seq = add(scheduler, 40, max_tokens=2)
     for _ in range(2):
         step(scheduler)
         assert scheduler.waiting[0] is seq
-        assert seq.place.slot == 0
+        assert seq.cell.index == 0
     run(scheduler)
-    assert seq.place is None
+    assert seq.cell is None
 
 
-def test_abort_and_reset_give_slots_back():
+def test_abort_and_reset_give_cells_back():
     scheduler = make(2)
     seqs = [add(scheduler, 3) for _ in range(3)]
     step(scheduler)
@@ -119,11 +119,11 @@ def test_the_first_chunk_alone_reads_the_snapshot():
     reads = []
     while not scheduler.is_finished():
         seqs, _ = scheduler.schedule()
-        reads.append(seq.place.slots_of_step(seq.num_cached_tokens)[0])
-        source, slot = seq.place.source, seq.place.slot
+        reads.append(seq.cell.indexs_of_step(seq.num_cached_tokens)[0])
+        source, cell = seq.cell.source, seq.cell.index
         postprocess(scheduler, seqs, [900])
-    assert reads == [source, slot]
-    assert source != slot
+    assert reads == [source, cell]
+    assert source != cell
 
 
 def test_a_beginning_is_kept_when_it_comes_a_second_time():
@@ -152,11 +152,11 @@ def test_who_shares_less_gets_an_earlier_snapshot():
 
 
 def test_nobody_waits_for_a_snapshot_that_will_not_be():
-    scheduler = make_scheduler(make_places=partial(Places, 8, 64))  # Prompts are shorter than the kernels' chunks.
+    scheduler = make_scheduler(make_cells=partial(Cells, 8, 64))  # Prompts are shorter than the kernels' chunks.
     seqs = [add(scheduler, [*BEGINNING, n], max_tokens=1) for n in range(3)]
     assert step(scheduler)[0] == seqs
     assert [seq.completion.num_shared_tokens for seq in seqs] == [0, 0, 0]
-    scheduler = make(2)  # The first one has a slot, and the second slot is for its snapshot.
+    scheduler = make(2)  # The first one has a cell, and the second cell is for its snapshot.
     seqs = [add(scheduler, [*BEGINNING, n], max_tokens=9) for n in range(3)]
     run(scheduler)
     assert all(seq.num_completion_tokens == 9 for seq in seqs)
@@ -165,7 +165,7 @@ def test_nobody_waits_for_a_snapshot_that_will_not_be():
 def test_the_snapshot_used_longest_ago_is_dropped():
     scheduler = make(4)
     prompts = [[*range(1000 * i, 1000 * i + SIZE), 1] for i in range(1, 4)]
-    for prompt in prompts:  # Beside the sequence's own slot there are three.
+    for prompt in prompts:  # Beside the sequence's own cell there are three.
         assert ask(scheduler, prompt) == 0
     assert ask(scheduler, prompts[0]) == SIZE
     assert ask(scheduler, list(range(SIZE + 1))) == 0
@@ -180,28 +180,28 @@ def test_sequences_come_before_snapshots():
     begun = step(scheduler)[0]
     assert begun == seqs[:2], "one stays for whoever may begin with the snapshot"
     run(scheduler)
-    assert scheduler.block_manager.places.num_snapshots == 1
+    assert scheduler.block_manager.cells.num_snapshots == 1
 
 
 def test_a_snapshot_goes_with_its_blocks():
     scheduler = make(4, num_blocks=6)
     ask(scheduler, [*BEGINNING, 1])
-    assert scheduler.block_manager.places.num_snapshots == 1
+    assert scheduler.block_manager.cells.num_snapshots == 1
     ask(scheduler, [9000 + n for n in range(5 * SIZE)])  # takes the blocks
     assert ask(scheduler, [*BEGINNING, 1]) == 0
     reset_prefix_cache(scheduler.block_manager)
-    assert scheduler.block_manager.places.num_snapshots == 0
+    assert scheduler.block_manager.cells.num_snapshots == 0
     assert ask(scheduler, [*BEGINNING, 1]) == 0
 
 
 def test_without_a_prefix_cache_there_are_no_snapshots():
     scheduler = make(4, enable_prefix_caching=False)
     assert ask(scheduler, [*BEGINNING, 1]) == ask(scheduler, [*BEGINNING, 1]) == 0
-    assert scheduler.block_manager.places.num_snapshots == 0
+    assert scheduler.block_manager.cells.num_snapshots == 0
 
 
 def test_chunks_of_a_prompt_end_where_a_snapshot_can_be_taken():
-    scheduler = make_scheduler(make_places=partial(Places, 4, 4 * SIZE), max_num_batched_tokens=25)
+    scheduler = make_scheduler(make_cells=partial(Cells, 4, 4 * SIZE), max_num_batched_tokens=25)
     prompt = list(range(60))
     seq = add(scheduler, prompt, max_tokens=1)
     step(scheduler)
@@ -210,24 +210,24 @@ def test_chunks_of_a_prompt_end_where_a_snapshot_can_be_taken():
     assert ask(scheduler, prompt) == 48
 
 
-# -- slots for proposed tokens --------------------------------------------------------------------------------------
+# -- cells for proposed tokens --------------------------------------------------------------------------------------
 
 
 def test_the_state_after_the_last_accepted_token_is_kept():
-    places = Places(6)
-    seq, other = (SimpleNamespace(place=places.allocate(0, 0, 0)) for _ in range(2))
+    cells = Cells(6)
+    seq, other = (SimpleNamespace(cell=cells.allocate(0, 0, 0)) for _ in range(2))
     for num_accepted in (0, 1, 2, 3):
-        assert places.lend(seq, 3) == 3
-        slots = [seq.place.slot, *seq.place.lent]
-        assert len({*slots, other.place.slot}) == 5
-        places.commit(seq, num_accepted)
-        assert seq.place.slot == slots[num_accepted]
-    assert places.lend(seq, 9) == 4
-    assert places.lend(other, 1) == 0, "none is left"
-    assert not places.can_allocate()
-    places.commit(seq, 4)
-    places.commit(other, 0)
-    assert places.can_allocate()
+        assert cells.lend(seq, 3) == 3
+        cells = [seq.cell.index, *seq.cell.lent]
+        assert len({*cells, other.cell.index}) == 5
+        cells.commit(seq, num_accepted)
+        assert seq.cell.index == cells[num_accepted]
+    assert cells.lend(seq, 9) == 4
+    assert cells.lend(other, 1) == 0, "none is left"
+    assert not cells.can_allocate()
+    cells.commit(seq, 4)
+    cells.commit(other, 0)
+    assert cells.can_allocate()
 
 
 def test_proposed_tokens_come_before_snapshots():
@@ -235,52 +235,52 @@ def test_proposed_tokens_come_before_snapshots():
     ask(scheduler, [*BEGINNING, 1])
     seq = add(scheduler, [1, 2, 3], max_tokens=9)
     step(scheduler)
-    places = scheduler.block_manager.places
-    assert places.num_snapshots == 1
-    assert places.lend(seq, 2) == 2
-    assert places.num_snapshots == 1
-    assert places.lend(seq, 3) == 3
-    assert places.num_snapshots == 0
+    cells = scheduler.block_manager.cells
+    assert cells.num_snapshots == 1
+    assert cells.lend(seq, 2) == 2
+    assert cells.num_snapshots == 1
+    assert cells.lend(seq, 3) == 3
+    assert cells.num_snapshots == 0
     scheduler.abort()
     check_scheduler(scheduler)
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), max_size=40))
-def test_no_slot_is_lost_or_shared(actions):
+def test_no_cell_is_lost_or_shared(actions):
     """Sequences begin, end, propose, accept and leave snapshots, in any order."""
-    places, held = Places(6), []
+    cells, held = Cells(6), []
     for content_id, (action, number) in enumerate(actions, 1):
-        place = held[number % len(held)] if held else None
-        if action == 0 and places.can_allocate():
-            held.append(places.allocate(0, 0, 0))
-        elif action == 1 and place:
-            held.remove(place)
-            places.deallocate(place)
-        elif action == 2 and place:
-            assert places.lend(SimpleNamespace(place=place), number) == len(place.lent)
-        elif action == 3 and place:
-            places.commit(SimpleNamespace(place=place), min(number, len(place.lent)))
-        elif action == 4 and place and place.snapshot < 0:
-            place.snapshot = places._take()
-            if place.snapshot >= 0:
-                places.keep_snapshot(place, content_id)
-        slots = [*places._free, *places._snapshots.values()]
-        slots += [slot for place in held for slot in (place.slot, *place.lent)]
-        assert sorted(slots) == list(range(6))
+        cell = held[number % len(held)] if held else None
+        if action == 0 and cells.can_allocate():
+            held.append(cells.allocate(0, 0, 0))
+        elif action == 1 and cell:
+            held.remove(cell)
+            cells.deallocate(cell)
+        elif action == 2 and cell:
+            assert cells.lend(SimpleNamespace(cell=cell), number) == len(cell.lent)
+        elif action == 3 and cell:
+            cells.commit(SimpleNamespace(cell=cell), min(number, len(cell.lent)))
+        elif action == 4 and cell and cell.snapshot < 0:
+            cell.snapshot = cells._take()
+            if cell.snapshot >= 0:
+                cells.keep_snapshot(cell, content_id)
+        cells = [*cells._free, *cells._snapshots.values()]
+        cells += [cell for cell in held for cell in (cell.index, *cell.lent)]
+        assert sorted(cells) == list(range(6))
 
 
 class Counts(Store):
-    """A state that counts its sequence's tokens, [slots]."""
+    """A state that counts its sequence's tokens, [cells]."""
 
     name = "counts"
-    bytes_per_slot = 8
+    bytes_per_cell = 8
 
     def __init__(self):
         self.counts = None
         self.num_freed = self.num_snapshots = 0
 
-    def allocate(self, num_blocks, num_slots, is_shared=False):
-        self.counts = torch.full((num_slots,), -1)
+    def allocate(self, num_blocks, num_cells, is_shared=False):
+        self.counts = torch.full((num_cells,), -1)
 
     def free(self):
         self.counts = None
@@ -291,23 +291,23 @@ class Counts(Store):
         _, positions = args
         context = get_context()
         if not context.is_prefill:
-            for slot, position in zip(context.slots.tolist(), positions.tolist(), strict=True):
-                assert self.counts[slot] == position
-                self.counts[slot] += 1
+            for cell, position in zip(context.cells.tolist(), positions.tolist(), strict=True):
+                assert self.counts[cell] == position
+                self.counts[cell] += 1
             return
         bounds = context.cu_seqlens_q.tolist()
         spans = [positions[start:end].tolist() for start, end in pairwise(bounds)]
-        before = [0 if slot < 0 else int(self.counts[slot]) for slot in context.slots[0].tolist()]
+        before = [0 if cell < 0 else int(self.counts[cell]) for cell in context.cells[0].tolist()]
         assert before == [span[0] for span in spans]
-        for i, (_, slot, snapshot, num_tokens) in enumerate(context.slots.T.tolist()):
-            self.counts[slot] = before[i] + len(spans[i])
+        for i, (_, cell, snapshot, num_tokens) in enumerate(context.cells.T.tolist()):
+            self.counts[cell] = before[i] + len(spans[i])
             if snapshot >= 0:
                 self.counts[snapshot] = before[i] + num_tokens
                 self.num_snapshots += 1
 
 
 @pytest.mark.parametrize("overlap_steps", [True, False])
-def test_an_engine_gives_each_sequence_a_slot(tmp_path, monkeypatch, overlap_steps):
+def test_an_engine_gives_each_sequence_a_cell(tmp_path, monkeypatch, overlap_steps):
     """With chunks, preemptions, samples of one prompt and requests that share a beginning."""
     make_stores, counts = DecoderForCausalLM.make_stores, Counts()
     path = make_checkpoint(tmp_path)

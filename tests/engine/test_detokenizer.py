@@ -5,9 +5,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers_of_families import FAMILIES, byte_level, gemma_like, python_words, sentencepiece_like, words
 
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.detokenizer import Detokenizer
 from nanovllm.engine.text.text_stream import StopStrings, TextStream
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from invariants import FakeModel, check_scheduler, run_alone
 from schedulers import EOS, SIZE, make_scheduler, postprocess
 
-from nanovllm.engine.features.states.cells import Places
+from nanovllm.engine.features.states.cells import Cells
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -39,9 +39,9 @@ def drive(
     arrivals = list(arrivals)
     # Every prefill step ends a chunk of some sequence, and every chunk's sequence gains a token in the end.
     num_completions = sum(min(seq.max_tokens, scheduler.max_seq_len) for _, seq in arrivals)
-    places = scheduler.block_manager.places
+    cells = scheduler.block_manager.cells
     bound = 10 + num_completions * (2 + scheduler.max_seq_len // scheduler.max_num_batched_tokens)
-    bound *= 2 if isinstance(places, Places) else 1  # Chunks of prompts may be shorter.
+    bound *= 2 if isinstance(cells, Cells) else 1  # Chunks of prompts may be shorter.
     flying: tuple[Step, list[int]] | None = None
     now = 0
     while arrivals or flying or not scheduler.is_finished():
@@ -69,7 +69,7 @@ def drive(
         seen["finished"] += len(finished)
         check_scheduler(scheduler)
         model.cache.check_findable()
-        if isinstance(places, Places):
+        if isinstance(cells, Cells):
             model.states.check_findable()
         seen["several readers"] += any(block.ref_count > 1 for block in scheduler.block_manager.blocks)
         assert now <= bound, "no end in sight"
@@ -91,10 +91,10 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
     assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
     assert not is_mixed or all(seq.request.params.is_plain for seq in seqs), "whose draw needs logits"
     seen["mixed"] += is_mixed
-    has_places = isinstance(scheduler.block_manager.places, Places)
+    has_cells = isinstance(scheduler.block_manager.cells, Cells)
     if (
         is_prefill
-        and not has_places
+        and not has_cells
         and len(seqs) > 1
         and seqs[-1].num_cached_tokens + scheduled[-1] < seqs[-1].num_tokens
     ):
@@ -122,7 +122,7 @@ def check_outputs(scheduler: Scheduler, seqs: list[Sequence], seen: Counter) -> 
 def traffic(draw):
     """A small engine, and more requests than fit it at once."""
     block_size = draw(st.integers(1, 4))
-    num_slots, chunk = draw(st.none() | st.integers(1, 24)), draw(st.sampled_from([1, 2, 4]))
+    num_cells, chunk = draw(st.none() | st.integers(1, 24)), draw(st.sampled_from([1, 2, 4]))
     num_blocks = draw(st.integers(2, 12) | st.integers(16, 48))
     scheduler = make_scheduler(
         num_blocks,
@@ -133,7 +133,7 @@ def traffic(draw):
         eos=draw(st.sampled_from([(), (EOS,), (EOS, 4)])),
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
         mixed_step_rows=draw(st.sampled_from([0, 2, 5, 8, 12])),
-        make_places=None if num_slots is None else partial(Places, num_slots, chunk),
+        make_cells=None if num_cells is None else partial(Cells, num_cells, chunk),
     )
     beginnings = draw(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=2))
     arrivals = []
@@ -200,16 +200,16 @@ def test_overlapped_steps_give_everybody_the_same_tokens():
     assert not missing, "the examples did not reach everything"
 
 
-@pytest.mark.parametrize("num_slots", [None, 8, 30], ids=["", "few slots", "slots"])
+@pytest.mark.parametrize("num_cells", [None, 8, 30], ids=["", "few cells", "cells"])
 @pytest.mark.parametrize(("max_num_seqs", "mixed_step_rows"), [(6, 0), (32, 12)], ids=["", "mixed"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("seed", range(4))
-def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_step_rows, num_slots):
+def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_step_rows, num_cells):
     """The same with a fixed crowd, so that preemption, chunks and sharing are there in numbers for certain."""
     rng = random.Random(seed)
     limits = {"max_num_seqs": max_num_seqs, "mixed_step_rows": mixed_step_rows}
-    if num_slots is not None:
-        limits["make_places"] = partial(Places, num_slots, SIZE)
+    if num_cells is not None:
+        limits["make_cells"] = partial(Cells, num_cells, SIZE)
     scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=12, **limits)
     beginnings = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (10, 17)]
     arrivals = []
@@ -221,8 +221,8 @@ def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_
     drive(scheduler, arrivals, seen, overlap=overlap)
     check_outputs(scheduler, [seq for _, seq in arrivals], seen)
     assert scheduler.num_preemptions >= 10
-    assert (seen["snapshot read"] > 0) == (num_slots is not None)
-    assert seen["chunk"] >= (5 if mixed_step_rows or num_slots else 10)
+    assert (seen["snapshot read"] > 0) == (num_cells is not None)
+    assert seen["chunk"] >= (5 if mixed_step_rows or num_cells else 10)
     assert seen["shared"] >= 10
     assert seen["several readers"] >= 10
     assert (seen["mixed"] >= 5) == bool(mixed_step_rows)

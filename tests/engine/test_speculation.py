@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from replay import Replay
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.features.speculation import speculative_scheduler, suffix_index
 from nanovllm.engine.features.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
 from nanovllm.engine.features.speculation.suffix_index import GRAM, MAX_MATCH, Proposal, SuffixIndex, SuffixProposer
+from nanovllm.engine.sequence import Sequence
 
 PROMPT = [5, 6, 7, 8, 9, 5, 6, 7]
 WAYS = [

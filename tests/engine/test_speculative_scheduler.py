@@ -5,10 +5,10 @@ from types import SimpleNamespace
 import pytest
 from schedulers import EOS, SIZE, add
 
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.features.speculation.budget import StepTimes
 from nanovllm.engine.features.speculation.speculative_scheduler import SpeculativeScheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 
 REPEATED = [10, 11, 12, 13, 14, 15]

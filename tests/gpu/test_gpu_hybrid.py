@@ -1,4 +1,4 @@
-"""Hybrids with linear attention on a GPU: states in slots, snapshots, mixed steps, CUDA graphs."""
+"""Hybrids with linear attention on a GPU: states in cells, snapshots, mixed steps, CUDA graphs."""
 
 import pytest
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, needs_family, random_prompt

@@ -10,10 +10,10 @@ from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoin
 from sampling_reference import complete_alone, completions, run
 
 from nanovllm import LLM, SamplingParams, StructuredOutputsParams
-from nanovllm.engine.text.results import completion_logprobs
 from nanovllm.engine.features.logits.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepKind, StepLogits
+from nanovllm.engine.text.results import completion_logprobs
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from nanovllm import LLM, RequestOutput, SamplingParams
-from nanovllm.engine.features.states.cells import Places
+from nanovllm.engine.features.states.cells import Cells
 from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
@@ -215,8 +215,8 @@ def assert_idle(llm: LLM) -> None:
     assert not manager.used_block_ids
     assert len(manager.free_block_ids) == len(manager.blocks)
     assert not any(block.ref_count for block in manager.blocks)
-    if isinstance(places := manager.places, Places):
-        assert sorted([*places._free, *places._snapshots.values()]) == list(range(places.num_slots))
+    if isinstance(cells := manager.cells, Cells):
+        assert sorted([*cells._free, *cells._snapshots.values()]) == list(range(cells.num_cells))
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Iterable
 
 from nanovllm.engine.block_manager import BlockManager
-from nanovllm.engine.features.states.cells import Places
-from nanovllm.engine.cells import NoPlaces
+from nanovllm.engine.cells import NoCells
+from nanovllm.engine.features.states.cells import Cells
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -54,20 +54,20 @@ def check_scheduler(scheduler: Scheduler) -> None:
         assert seq.num_cached_tokens == seq.num_tokens - 1, "a decode step computes the last token alone"
     if scheduler.is_finished():
         assert not scheduler.block_manager.used_block_ids
-    check_places(scheduler.block_manager.places, seqs)
+    check_cells(scheduler.block_manager.cells, seqs)
 
 
-def check_places(places: NoPlaces, seqs: Iterable[Sequence]) -> None:
+def check_cells(cells: NoCells, seqs: Iterable[Sequence]) -> None:
     """Every slot is free, a sequence's, or a snapshot's. `seqs` are all sequences that may have one."""
-    has_places = isinstance(places, Places)
+    has_places = isinstance(cells, Cells)
     for seq in seqs:
-        assert (seq.place is not None) == (has_places and bool(seq.block_table))
+        assert (seq.cell is not None) == (has_places and bool(seq.block_table))
     if not has_places:
         return
-    held = [slot for seq in seqs if seq.place is not None for slot in (seq.place.slot, *seq.place.lent)]
-    held += [seq.place.snapshot for seq in seqs if seq.place is not None and seq.place.snapshot >= 0]
-    slots = Counter([*held, *places._free, *places._snapshots.values()])
-    assert slots == Counter(range(places.num_slots))
+    held = [slot for seq in seqs if seq.cell is not None for slot in (seq.cell.index, *seq.cell.lent)]
+    held += [seq.cell.snapshot for seq in seqs if seq.cell is not None and seq.cell.snapshot >= 0]
+    slots = Counter([*held, *cells._free, *cells._snapshots.values()])
+    assert slots == Counter(range(cells.num_cells))
 
 
 class SimulatedCache:
@@ -126,9 +126,9 @@ class SimulatedStates:
         """A step on the states. before, after: the tokens of each sequence's state."""
         if not is_prefill:  # A mixed step begins with copies.
             prompts = [seq for seq in seqs if seq.is_prefill]
-            for copy in filter(None, (seq.place.copy_of_step(seq.num_cached_tokens) for seq in prompts)):
+            for copy in filter(None, (seq.cell.copy_of_step(seq.num_cached_tokens) for seq in prompts)):
                 self.slots[copy[1]] = self.slots[copy[0]]
-        plans = [seq.place.slots_of_step(seq.num_cached_tokens) for seq in seqs]
+        plans = [seq.cell.indexs_of_step(seq.num_cached_tokens) for seq in seqs]
         if not is_prefill:
             assert all(plan[2] < 0 for plan in plans)
             plans = [(plan[1] if tokens else -1, plan[1], -1, 0) for plan, tokens in zip(plans, before, strict=True)]
@@ -146,7 +146,7 @@ class SimulatedStates:
 
     def check_findable(self) -> None:
         """A snapshot is of the tokens that the block with its content id ends."""
-        for content_id, slot in self.manager.places._snapshots.items():
+        for content_id, slot in self.manager.cells._snapshots.items():
             if content_id in self.manager.lost_content_ids:  # It will be dropped before the next step.
                 continue
             blocks = [self.manager.blocks[i] for i in self.manager.hash_to_block_id.values()]
@@ -181,7 +181,7 @@ class FakeModel:
             assert prefilled == sorted(prefilled)
         before = [self._state_before(seq) for seq in seqs]
         self.sampled = [self._run_one(seq) for seq in seqs]
-        if isinstance(self.cache.manager.places, Places):
+        if isinstance(self.cache.manager.cells, Cells):
             self.states.run(seqs, is_prefill, before, [self._state_after(seq) for seq in seqs])
         return self.sampled
 

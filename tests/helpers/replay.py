@@ -3,8 +3,8 @@
 import random
 from collections.abc import Mapping
 
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.features.speculation.suffix_index import Proposal
+from nanovllm.engine.sequence import Sequence
 
 
 class Replay:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 from invariants import check_scheduler
 
-from nanovllm.engine.features.states.cells import Places
+from nanovllm.engine.features.states.cells import Cells
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -17,7 +17,7 @@ EOS = 2
 
 
 def make_scheduler(
-    num_blocks: int = 100, mixed_step_rows: int = 0, make_places: Callable[[], Places] | None = None, **changes
+    num_blocks: int = 100, mixed_step_rows: int = 0, make_cells: Callable[[], Cells] | None = None, **changes
 ) -> Scheduler:
     """changes: options of Config."""
     options = {
@@ -31,7 +31,7 @@ def make_scheduler(
         "eos": [EOS],
         "enable_prefix_caching": True,
     }
-    more = {} if make_places is None else {"make_places": make_places}
+    more = {} if make_cells is None else {"make_cells": make_cells}
     return Scheduler(SimpleNamespace(**options | changes), mixed_step_rows, **more)
 
 

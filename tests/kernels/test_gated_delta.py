@@ -17,9 +17,9 @@ TAPS = 4
 
 
 class Layer:
-    """A layer's weights and random inputs, and a store of `num_slots` slots of which every free one holds NaN."""
+    """A layer's weights and random inputs, and a store of `num_cells` cells of which every free one holds NaN."""
 
-    def __init__(self, num_key_heads, num_value_heads, dim, device="cpu", dtype=torch.float32, num_slots=8,
+    def __init__(self, num_key_heads, num_value_heads, dim, device="cpu", dtype=torch.float32, num_cells=8,
                  state_dtype=torch.float32, seed=0):  # fmt: skip
         self.generator = torch.Generator().manual_seed(seed)
         self.heads, self.dim, self.device, self.dtype = (num_key_heads, num_value_heads), dim, device, dtype
@@ -29,17 +29,17 @@ class Layer:
         self.dt_bias = self.random(num_value_heads, dtype=torch.float32)
         self.norm_weight = 1 + 0.2 * self.random(dim, dtype=torch.float32)
         options = {"device": device}
-        self.tails = torch.full((num_slots, TAPS - 1, self.conv_dim), float("nan"), dtype=dtype, **options)
-        self.states = torch.full((num_slots, num_value_heads, dim, dim), float("nan"), dtype=state_dtype, **options)
+        self.tails = torch.full((num_cells, TAPS - 1, self.conv_dim), float("nan"), dtype=dtype, **options)
+        self.states = torch.full((num_cells, num_value_heads, dim, dim), float("nan"), dtype=state_dtype, **options)
 
     def random(self, *shape, dtype=None):
         return torch.randn(shape, generator=self.generator).to(self.device, dtype or self.dtype)
 
-    def fill(self, *slots):
+    def fill(self, *cells):
         """Slots of sequences that have begun."""
-        for slot in slots:
-            self.tails[slot] = self.random(*self.tails.shape[1:])
-            self.states[slot] = self.random(*self.states.shape[1:], dtype=self.states.dtype)
+        for cell in cells:
+            self.tails[cell] = self.random(*self.tails.shape[1:])
+            self.states[cell] = self.random(*self.states.shape[1:], dtype=self.states.dtype)
 
     def inputs(self, num_tokens):
         """qkv, z, b, a: slices of one tensor, as a fused projection gives them."""
@@ -108,18 +108,18 @@ def test_twins_continue_and_leave_other_slots_alone():
     inputs = layer.inputs(sum(lens))
     places = starts(lens), [5, -1, 1, 6], [5, 0, 1, 2], [7, -1, -1, 4], [64, 0, 0, 128]
     out, tails, states = layer.run(delta_rule_prefill.twin, inputs, *places)
-    slots = [slot for slot, count in zip((5, 0, 1, 6), lens, strict=True) for _ in range(count)]
+    cells = [cell for cell, count in zip((5, 0, 1, 6), lens, strict=True) for _ in range(count)]
     positions = [first + i for first, count in zip((9, 1, 9, 9), lens, strict=True) for i in range(count)]
-    by_rows = layer.run(delta_rule_decode.twin, inputs, slots, positions)
+    by_rows = layer.run(delta_rule_decode.twin, inputs, cells, positions)
     assert_close([out], by_rows[:1])
     for one, other in ((tails, by_rows[1]), (states, by_rows[2])):
         assert_close(one[[0, 1, 5, 2]], other[[0, 1, 5, 6]])
         assert one[3].isnan().all()
     assert torch.equal(states[6], layer.states[6])
-    for slot, first, count, read in ((7, 0, 64, 5), (4, 73, 128, 6)):
+    for cell, first, count, read in ((7, 0, 64, 5), (4, 73, 128, 6)):
         rows = [x[first : first + count] for x in inputs]
         _, tail, state = layer.run(delta_rule_prefill.twin, rows, [0, count], [read], [0], [-1], [0])
-        assert_close((tails[slot], states[slot]), (tail[0], state[0]))
+        assert_close((tails[cell], states[cell]), (tail[0], state[0]))
 
 
 def test_a_padding_row_gives_zeros():
@@ -144,11 +144,11 @@ def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
     """Rows that continue and rows that begin, prompts of 2 to 9 rows, padding."""
     layer = Layer(*heads, 16, device, dtype, state_dtype=state_dtype, seed=heads[1])
     layer.fill(0, 2, 5, 7)
-    slots = [0, 1, 1, 2, 3, 3, 3, 5, 5, 4, 4, 4, 4, *[7] * 9, -1, -1]
+    cells = [0, 1, 1, 2, 3, 3, 3, 5, 5, 4, 4, 4, 4, *[7] * 9, -1, -1]
     lens = [9, 1, 2, 3, 1, 2, 3, 2, 3, 1, 2, 3, 4, *range(4, 13), 0, 0]
-    inputs = layer.inputs(len(slots))
-    expected = layer.run(delta_rule_decode.twin, inputs, slots, lens)
-    actual = layer.run(delta_rule_decode.kernel, inputs, slots, lens)
+    inputs = layer.inputs(len(cells))
+    expected = layer.run(delta_rule_decode.twin, inputs, cells, lens)
+    actual = layer.run(delta_rule_decode.kernel, inputs, cells, lens)
     assert_close(actual[1:2], expected[1:2], 0)
     # The twin rounds a state after every row, the kernel after a sequence's last one.
     rounding = 2e-5 if state_dtype == torch.float32 else 6e-2
@@ -171,15 +171,15 @@ def test_decode_kernels_of_other_sizes_equal_twin(dim, device):
 @pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
 def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     """Of sequences with 0 to 5 proposed tokens, one at its start: every output, and every state on the way."""
-    layer = Layer(1, 2, 16, device, num_slots=32, state_dtype=state_dtype)
+    layer = Layer(1, 2, 16, device, num_cells=32, state_dtype=state_dtype)
     layer.fill(3, 7, 9, 11, 20, 22)
     firsts, num_proposed, lens = [7, 3, 9, 5, 11, 20, 22], [0, 3, 5, 2, 1, 0, 4], [9, 2, 30, 1, 3, 4, 3]
     lent = iter((0, 1, 2, 4, 6, 8, 10, 12, 13, 14, 15, 16, 17, 18, 19))
     groups = [[first, *(next(lent) for _ in range(n))] for first, n in zip(firsts, num_proposed, strict=True)]
-    slots = [slot if i == 0 else -2 - slot for group in groups for i, slot in enumerate(group)] + [-1, -1]
+    cells = [cell if i == 0 else -2 - cell for group in groups for i, cell in enumerate(group)] + [-1, -1]
     context_lens = [n + i for group, n in zip(groups, lens, strict=True) for i in range(len(group))] + [0, 0]
-    inputs = layer.inputs(len(slots))
-    out, tails, states = layer.run(function, inputs, slots, context_lens)
+    inputs = layer.inputs(len(cells))
+    out, tails, states = layer.run(function, inputs, cells, context_lens)
     assert not out[-2:].any()
     # A compiled loop may fuse other operations than its first pass, and what is rounded to bfloat16 may then differ.
     tolerance = 1e-5 if state_dtype == torch.float32 else 2e-2
@@ -223,7 +223,7 @@ def test_random_lengths_in_wide_slices(seed, device, monkeypatch):
     layer = Layer(1, 2, 64, device, seed=seed)
     layer.fill(1)
     places = starts(lens), [-1, 1, -1], [0, 2, 3], [4, 5, 6], [max(n // 64 * 64, 64) for n in lens]
-    places[3][:] = [slot if n >= 64 else -1 for slot, n in zip(places[3], lens, strict=True)]
+    places[3][:] = [cell if n >= 64 else -1 for cell, n in zip(places[3], lens, strict=True)]
     inputs = layer.inputs(sum(lens))
     expected = layer.run(delta_rule_prefill.twin, inputs, *places)
     assert_close(layer.run(delta_rule_prefill.kernel, inputs, *places), expected, TOLERANCE[torch.float32])
@@ -232,7 +232,7 @@ def test_random_lengths_in_wide_slices(seed, device, monkeypatch):
 @pytest.mark.slow
 def test_many_short_sequences(device):
     lens = [1 + i % 2 for i in range(300)]
-    layer = Layer(1, 1, 16, device, num_slots=300)
+    layer = Layer(1, 1, 16, device, num_cells=300)
     places = starts(lens), [-1] * 300, range(300), [-1] * 300, [0] * 300
     inputs = layer.inputs(sum(lens))
     expected = layer.run(delta_rule_prefill.twin, inputs, *places)

@@ -67,8 +67,8 @@ def test_the_back_end_of_the_guide_generates(code, tmp_path, monkeypatch):
 def test_the_store_of_the_guide(code):
     layers = [SimpleNamespace() for _ in range(3)]
     store = code.StateStore(layers, 10, CPU)
-    store.allocate(num_blocks=5, num_slots=4)
-    assert sum(layer.states.nbytes for layer in layers) == 4 * store.bytes_per_slot
+    store.allocate(num_blocks=5, num_cells=4)
+    assert sum(layer.states.nbytes for layer in layers) == 4 * store.bytes_per_cell
     layers[1].states[0] = 7
     store.copy(0, 3)
     assert layers[1].states[3].eq(7).all()

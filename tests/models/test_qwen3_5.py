@@ -115,11 +115,11 @@ def test_chunks_and_preemption_with_snapshots(model):
             assert_idle(llm)
 
 
-def test_more_sequences_than_slots(dense):
+def test_more_sequences_than_cells(dense):
     path, reference = dense
     prompts = reference.draw_prompts(range(5, 25), 6)
     with make_llm(path, num_kvcache_blocks=-1, kvcache_gib=1e-3) as llm:
-        assert 2 <= llm.model_runner.num_slots < 20
+        assert 2 <= llm.model_runner.num_cells < 20
         assert complete(llm, prompts, greedy(6)) == reference.greedy(prompts, 6)
         assert_idle(llm)
 
@@ -149,13 +149,13 @@ def test_a_prompt_begins_with_a_snapshot_beside_a_decode_step(dense):
         assert len(copied) == 2
 
 
-@pytest.mark.parametrize("num_slots", [3, 100])
-def test_proposed_tokens_that_are_taken_back(dense, num_slots, monkeypatch):
-    """Steps with up to five proposed tokens, of which some are wrong, greedy and sampled, with few slots and many."""
+@pytest.mark.parametrize("num_cells", [3, 100])
+def test_proposed_tokens_that_are_taken_back(dense, num_cells, monkeypatch):
+    """Steps with up to five proposed tokens, of which some are wrong, greedy and sampled, with few cells and many."""
     path, reference = dense
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
     monkeypatch.setattr(speculative_scheduler, "choose_counts", choose)
-    monkeypatch.setattr(memory, "count_slots", lambda *args: num_slots)
+    monkeypatch.setattr(memory, "count_cells", lambda *args: num_cells)
     prompts = reference.draw_prompts((1, 150, 70), 14)
     expected = {(i, 0): tokens for i, tokens in enumerate(reference.greedy(prompts, 14))}
     params = [SamplingParams(seed=i, n=2, max_tokens=14, ignore_eos=True) for i in range(len(prompts))]
@@ -211,16 +211,16 @@ def test_weights_that_are_updated(dense, tmp_path):
 
 
 def test_states_in_bfloat16(dense):
-    """Completions stay within their rounding of the best one, and a slot takes half the bytes, also of a snapshot."""
+    """Completions stay within their rounding of the best one, and a cell takes half the bytes, also of a snapshot."""
     path, reference = dense
     prompts = [random_prompt(n, seed=n) for n in (1, 40, 2 * CHUNK + 9)]
     with make_llm(path) as llm:
-        whole = llm.model_runner.stores[1].bytes_per_slot
+        whole = llm.model_runner.stores[1].bytes_per_cell
     with make_llm(path, state_dtype="bfloat16", max_num_batched_tokens=100) as llm:
         (_, states) = llm.model_runner.stores
         assert {layer.states.dtype for layer in states.layers} == {torch.bfloat16}
         tails = sum(layer.tails[0].nbytes for layer in states.layers)
-        assert states.bytes_per_slot - tails == (whole - tails) / 2
+        assert states.bytes_per_cell - tails == (whole - tails) / 2
         for num_hits in (0, 2 * CHUNK):
             outputs = generate(llm, prompts, greedy(60))
             assert outputs[-1]["num_cached_tokens"] == num_hits

@@ -81,9 +81,9 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         logger.info("weights of linear layers: %s", config.weight_format.name)
     stores: list[Store] = model.make_stores(shapes[0], config.state_dtype)
     kv_store = next(store for store in stores if isinstance(store, PagedKVCache))
-    has_slots, num_mixed_rows, sampler = len(stores) > 1, 0, Sampler()
+    has_cells, num_mixed_rows, sampler = len(stores) > 1, 0, Sampler()
     if not isinstance(model, PlainQwen3):
-        num_mixed_rows = choose_mixed_step_rows(config, has_graphs, has_slots, gate_up_weight(model), table)
+        num_mixed_rows = choose_mixed_step_rows(config, has_graphs, has_cells, gate_up_weight(model), table)
         head = model.lm_head
         sampler = Sampler(tp, head.vocab_start_idx, head.num_embeddings_per_partition)
     max_model_len = cast(int, config.max_model_len)  # The checks made it a number.
@@ -94,7 +94,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         backend.prepare(shape, windows, sizes, table)
     max_blocks = -(-max_model_len // config.kvcache_block_size)
     columns: list[Columns] = [AttentionColumns(backend)]
-    if has_slots:
+    if has_cells:
         columns.append(StateColumns())
     columns += config.features
     sizes_of_inputs = config.max_decode_rows, max_blocks, config.kvcache_block_size
@@ -115,13 +115,13 @@ def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack
     return Matmul(table, make_candidates(device, quack), what_to_tune)
 
 
-def choose_mixed_step_rows(config: Config, has_graphs: bool, has_slots: bool, gate_up: Weight, table: Table) -> int:
+def choose_mixed_step_rows(config: Config, has_graphs: bool, has_cells: bool, gate_up: Weight, table: Table) -> int:
     """config.mixed_step_rows; if that is None, the table's number for the model's shape. 0 for no mixed steps. A mixed
-    step has at least two sequences. has_slots: whether a sequence keeps more than keys and values."""
+    step has at least two sequences. has_cells: whether a sequence keeps more than keys and values."""
     num_rows = config.mixed_step_rows
     if num_rows is None:
         # A state goes through a prompt in a mixed step token by token, where a prefill has products of 64 tokens.
-        is_measured = has_graphs and not has_slots and config.tensor_parallel_size == 1
+        is_measured = has_graphs and not has_cells and config.tensor_parallel_size == 1
         measured = mixed_step_rows(table, Key.of("linear", False, gate_up)) if is_measured else 0
         num_rows = min(measured, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0

@@ -9,7 +9,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch_sizes import graph_batch_sizes
-from nanovllm.engine.features.states.cells import Place
+from nanovllm.engine.features.states.cells import Cell
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -115,7 +115,7 @@ def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
 
 def _compute(runner: StepRunner, step: Step) -> None:
     for seq in step.seqs:
-        seq.place = Place(0, lent=[0] * sum(map(len, step.proposed)))
+        seq.cell = Cell(0, lent=[0] * sum(map(len, step.proposed)))
     runner.prepare(step)
     runner.launch(step)
 

@@ -9,7 +9,7 @@ import torch
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
 from nanovllm.engine.inputs import ModelInputs
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.stores.store import Store, count_slots
+from nanovllm.layers.stores.store import Store, count_cells
 from nanovllm.models.model_size import GIB
 from nanovllm.utils.context import Context
 from nanovllm.utils.host_memory import host_memory
@@ -89,25 +89,25 @@ def kv_cache_budget(config: Config, device: torch.device, free_at_start: int) ->
 def allocate_stores(
     stores: Sequence[Store], config: Config, device: torch.device, tp: TensorParallel, free_at_start: int
 ) -> tuple[int, int]:
-    """Allocate this rank's stores: as many slots as `count_slots` says, and as many blocks as every rank has room for
-    beside them. Returns the numbers of blocks and of slots. Raises MemoryError, with the numbers, if there is no room
+    """Allocate this rank's stores: as many cells as `count_cells` says, and as many blocks as every rank has room for
+    beside them. Returns the numbers of blocks and of cells. Raises MemoryError, with the numbers, if there is no room
     for a block."""
     block_bytes = sum(store.bytes_per_block for store in stores)
-    slot_bytes = sum(store.bytes_per_slot for store in stores)
+    cell_bytes = sum(store.bytes_per_cell for store in stores)
     blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
-    slots = count_slots(slot_bytes, config.max_decode_rows)
+    cells = count_cells(cell_bytes, config.max_decode_rows)
     if blocks == -1:
         budget = kv_cache_budget(config, device, free_at_start)
         limit = budget.limit
-        if slot_bytes:
-            slots = count_slots(slot_bytes, config.max_decode_rows, budget.num_bytes)
-            slots = int(tp.all_gather(torch.tensor(slots, device=device)).min())
-        room = budget.num_bytes - slots * slot_bytes
+        if cell_bytes:
+            cells = count_cells(cell_bytes, config.max_decode_rows, budget.num_bytes)
+            cells = int(tp.all_gather(torch.tensor(cells, device=device)).min())
+        room = budget.num_bytes - cells * cell_bytes
         counts = tp.all_gather(torch.tensor(room // block_bytes, device=device)).tolist()
         blocks = min(*counts, MAX_SLOTS // config.kvcache_block_size)
         if blocks < 1:
             where = "" if counts[tp.rank] == blocks else f" on rank {counts.index(blocks)}; on rank {tp.rank}"
-            beside = f" beside {slots} slots of {slot_bytes / GIB:.3f} GiB for states" if slots else ""
+            beside = f" beside {cells} cells of {cell_bytes / GIB:.3f} GiB for states" if cells else ""
             raise MemoryError(
                 f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{beside}{where}: {budget.reason}; "
                 f"{budget.remedy}"
@@ -125,18 +125,18 @@ def allocate_stores(
         "max_model_len" if max_model_len <= capacity else "the KV cache",
     )
     if device.type == "cpu":
-        memory, needed = host_memory().total, blocks * block_bytes + slots * slot_bytes
+        memory, needed = host_memory().total, blocks * block_bytes + cells * cell_bytes
         if needed > memory:
             raise MemoryError(
                 f"{blocks} KV cache blocks take {needed / GIB:.1f} GiB, and this machine has {memory / GIB:.1f} GiB: "
                 "lower num_kvcache_blocks or kvcache_gib"
             )
-    if slots:
-        text = "states: %d slots, %.2f GiB, for %d sequences and for snapshots of prefixes"
-        logger.info(text, slots, slots * slot_bytes / GIB, min(slots, config.max_num_seqs))
+    if cells:
+        text = "states: %d cells, %.2f GiB, for %d sequences and for snapshots of prefixes"
+        logger.info(text, cells, cells * cell_bytes / GIB, min(cells, config.max_num_seqs))
     for store in stores:
-        store.allocate(blocks, slots)
-    return blocks, slots
+        store.allocate(blocks, cells)
+    return blocks, cells
 
 
 def free_stores(stores: Sequence[Store]) -> None:

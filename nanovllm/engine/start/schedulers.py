@@ -4,24 +4,24 @@ from functools import partial
 from typing import Any, Protocol
 
 from nanovllm.config import Config
-from nanovllm.engine.features.states.cells import Places
-from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.features.speculation.budget import StepTimes
 from nanovllm.engine.features.speculation.speculative_scheduler import SpeculativeScheduler
+from nanovllm.engine.features.states.cells import Cells
+from nanovllm.engine.scheduler import Scheduler
 
 
 class RunnerFacts(Protocol):
     """What of a ModelRunner a scheduler depends on."""
 
     mixed_step_rows: int
-    num_slots: int
+    num_cells: int
     step_times: StepTimes | None
 
 
 def make_scheduler(config: Config, runner: RunnerFacts) -> Scheduler:
     options: dict[str, Any] = {"mixed_step_rows": runner.mixed_step_rows}
-    if runner.num_slots:
-        options["make_places"] = partial(Places, runner.num_slots)
+    if runner.num_cells:
+        options["make_cells"] = partial(Cells, runner.num_cells)
     if runner.step_times is None:
         return Scheduler(config, **options)
     return SpeculativeScheduler(config, runner.step_times, **options)

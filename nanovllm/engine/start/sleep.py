@@ -20,7 +20,7 @@ class SleepyRunner(Protocol):
     device: torch.device
     model: Any
     stores: list[Store]
-    num_slots: int
+    num_cells: int
     has_graphs: bool
     step_graphs: StepGraphs
     weight_shapes: list[torch.Size]  # of the parameters, while they sleep
@@ -62,7 +62,7 @@ def wake_up(runner: SleepyRunner) -> None:
         elif runner.device.type == "cpu":
             model.pack_weights()
         for store in runner.stores:
-            store.allocate(runner.config.num_kvcache_blocks, runner.num_slots)
+            store.allocate(runner.config.num_kvcache_blocks, runner.num_cells)
         if runner.has_graphs:
             runner.capture_cudagraph()
     except (torch.OutOfMemoryError, MemoryError) as error:

@@ -8,8 +8,8 @@ from typing import Any, Protocol
 import torch
 from typing_extensions import Self
 
-from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.features.speculation.budget import StepTimes
+from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.start.kernel_compilation import StepRunner, compiling_kernels, warmup_kernels
 from nanovllm.engine.start.kv_scales import choose_kv_scales
 from nanovllm.engine.start.memory import free_memory

@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import cast
 
-from nanovllm.engine.text.outputs import RequestMetrics, RequestOutput, Result, SampleOutput, as_result
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.text.outputs import RequestMetrics, RequestOutput, Result, SampleOutput, as_result
 
 
 class Results:

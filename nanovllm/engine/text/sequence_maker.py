@@ -10,12 +10,12 @@ from xxhash import xxh64_intdigest
 from nanovllm.config import Config
 from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.engine.request import Completion, Request
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.detokenizer import Detokenizer
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
 from nanovllm.engine.text.prompts import Prompt, as_array, read_prompt
 from nanovllm.engine.text.special_options import NOTHING_SPECIAL, SpecialOptions
 from nanovllm.engine.text.text_stream import TextStream
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
 

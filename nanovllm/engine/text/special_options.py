@@ -5,10 +5,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from nanovllm.config import Config
-from nanovllm.engine.text.detokenizer import Detokenizer
-from nanovllm.engine.text.text_stream import StopStrings
 from nanovllm.engine.features.logits.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.features.logits.structured import Grammars
+from nanovllm.engine.text.detokenizer import Detokenizer
+from nanovllm.engine.text.text_stream import StopStrings
 from nanovllm.layers.sampling.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import quoted

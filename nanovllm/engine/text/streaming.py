@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from itertools import islice, takewhile
 from typing import Any
 
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.outputs import RequestOutput, StreamDelta, as_result
 from nanovllm.engine.text.prompts import Prompt
 from nanovllm.engine.text.results import Results, completion_logprobs, error_output
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 # Among the prompts of generate_iter: there is none at the moment, and another may come later.

@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Sequence as Tokens
 from typing import cast
 
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.detokenizer import (
     REPLACEMENT,
     Detokenizer,
@@ -12,7 +13,6 @@ from nanovllm.engine.text.detokenizer import (
     text_after,
     text_end,
 )
-from nanovllm.engine.sequence import Sequence
 from nanovllm.sampling_params import SamplingParams
 
 _FEW = 8  # stop strings that are looked for one by one

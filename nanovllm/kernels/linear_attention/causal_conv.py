@@ -49,27 +49,27 @@ def _silu_and_norm(mixed, is_normed):
 
 
 @triton.jit
-def count_rows(slots, row, slot, following, num_rows):
-    """How many rows a sequence has, of which this one, with this slot, is the first. following: the next row's slot, or
+def count_rows(cells, row, cell, following, num_rows):
+    """How many rows a sequence has, of which this one, with this cell, is the first. following: the next row's cell, or
     -1."""
     count = 1
-    while (following == slot) | (following < -1):
+    while (following == cell) | (following < -1):
         count += 1
-        following = tl.load(slots + row + count, mask=row + count < num_rows, other=-1)
+        following = tl.load(cells + row + count, mask=row + count < num_rows, other=-1)
     return count
 
 
 @triton.jit
-def _store_tail(tails, slot, x0, x1, x2, channel, inside, CONV_DIM: tl.constexpr):
-    at = tails + slot.to(tl.int64) * (3 * CONV_DIM) + channel
+def _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM: tl.constexpr):
+    at = tails + cell.to(tl.int64) * (3 * CONV_DIM) + channel
     tl.store(at, x0.to(tails.dtype.element_ty), mask=inside)
     tl.store(at + CONV_DIM, x1.to(tails.dtype.element_ty), mask=inside)
     tl.store(at + 2 * CONV_DIM, x2.to(tails.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["slots", "context_lens"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["cells", "context_lens"])
 def _convolve_rows_kernel(
-    mixed, qkv, weight, tails, slots, context_lens, num_rows, qkv_stride,
+    mixed, qkv, weight, tails, cells, context_lens, num_rows, qkv_stride,
     NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of a sequence's first row serves the first three, which see the tail, and writes the new tail. So no
@@ -82,21 +82,21 @@ def _convolve_rows_kernel(
     is_normed = head < NUM_NORMED
     if PDL:
         gdc_launch_dependents()
-    slot = tl.load(slots + row).to(tl.int64)
+    cell = tl.load(cells + row).to(tl.int64)
     # The rows of a sequence follow each other.
-    before = tl.load(slots + row - 1, mask=row >= 1, other=-1)
-    second_before = tl.load(slots + row - 2, mask=row >= 2, other=-1)
-    third_before = tl.load(slots + row - 3, mask=row >= 3, other=-1)
-    following = tl.load(slots + row + 1, mask=row + 1 < num_rows, other=-1)
-    is_first = (slot >= 0) & (before != slot)
-    is_fourth_of_prompt = (slot >= 0) & (third_before == slot)
-    is_fourth_of_proposal = (slot < -1) & (before < -1) & (second_before < -1)
+    before = tl.load(cells + row - 1, mask=row >= 1, other=-1)
+    second_before = tl.load(cells + row - 2, mask=row >= 2, other=-1)
+    third_before = tl.load(cells + row - 3, mask=row >= 3, other=-1)
+    following = tl.load(cells + row + 1, mask=row + 1 < num_rows, other=-1)
+    is_first = (cell >= 0) & (before != cell)
+    is_fourth_of_prompt = (cell >= 0) & (third_before == cell)
+    is_fourth_of_proposal = (cell < -1) & (before < -1) & (second_before < -1)
     w0 = load_float(weight + channel * 4, inside)
     w1 = load_float(weight + channel * 4 + 1, inside)
     w2 = load_float(weight + channel * 4 + 2, inside)
     w3 = load_float(weight + channel * 4 + 3, inside)
     position = tl.where(is_first, tl.load(context_lens + row) - 1, 0)
-    tail = tails + slot * (3 * CONV_DIM) + channel
+    tail = tails + cell * (3 * CONV_DIM) + channel
     x0 = load_float(tail, channel < tl.where(position >= 3, CONV_DIM, 0))
     x1 = load_float(tail + CONV_DIM, channel < tl.where(position >= 2, CONV_DIM, 0))
     x2 = load_float(tail + 2 * CONV_DIM, channel < tl.where(position >= 1, CONV_DIM, 0))
@@ -105,24 +105,24 @@ def _convolve_rows_kernel(
     x_at = qkv + row.to(tl.int64) * qkv_stride + channel
     mixed_at = mixed + row.to(tl.int64) * CONV_DIM + channel
     if is_first:
-        count = count_rows(slots, row, slot, following, num_rows)
+        count = count_rows(cells, row, cell, following, num_rows)
         for i in range(0, tl.minimum(count, 3)):
             x3 = load_float(x_at + i * qkv_stride, inside)
             value = _silu_and_norm(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, is_normed)
             tl.store(mixed_at + i * CONV_DIM, value.to(mixed.dtype.element_ty), mask=inside)
             x0, x1, x2 = x1, x2, x3
-            following = tl.load(slots + row + i + 1, mask=i + 1 < count, other=-1)
+            following = tl.load(cells + row + i + 1, mask=i + 1 < count, other=-1)
             if following < -1:
-                _store_tail(tails, slot, x0, x1, x2, channel, inside, CONV_DIM)
-                slot = (-2 - following).to(tl.int64)
+                _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM)
+                cell = (-2 - following).to(tl.int64)
         if count > 3:  # If it is a proposed token, its own program writes the same.
             last = x_at + (count - 1).to(tl.int64) * qkv_stride
             x0 = load_float(last - 2 * qkv_stride, inside)
             x1 = load_float(last - qkv_stride, inside)
             x2 = load_float(last, inside)
-            slot = tl.load(slots + row + count - 1).to(tl.int64)
-            slot = tl.where(slot < -1, -2 - slot, slot)
-        _store_tail(tails, slot, x0, x1, x2, channel, inside, CONV_DIM)
+            cell = tl.load(cells + row + count - 1).to(tl.int64)
+            cell = tl.where(cell < -1, -2 - cell, cell)
+        _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM)
     elif is_fourth_of_prompt | is_fourth_of_proposal:
         x0 = load_float(x_at - 2 * qkv_stride, inside)
         x1 = load_float(x_at - qkv_stride, inside)
@@ -130,7 +130,7 @@ def _convolve_rows_kernel(
         value = load_float(x_at - 3 * qkv_stride, inside) * w0 + x0 * w1 + x1 * w2 + x2 * w3
         tl.store(mixed_at, _silu_and_norm(value, is_normed).to(mixed.dtype.element_ty), mask=inside)
         if is_fourth_of_proposal:
-            _store_tail(tails, -2 - slot, x0, x1, x2, channel, inside, CONV_DIM)
+            _store_tail(tails, -2 - cell, x0, x1, x2, channel, inside, CONV_DIM)
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["cu_seqlens", "reads"])
@@ -147,21 +147,21 @@ def _convolve_sequences_kernel(
     row = first + tl.arange(0, CHUNK)[:, None]
     channel = head * DIM + tl.arange(0, DIM)[None, :]
     token = (start + row).to(tl.int64)
-    slot = tl.load(reads + seq).to(tl.int64)
+    cell = tl.load(reads + seq).to(tl.int64)
     inside = (row < length) & (channel < CONV_DIM)
     value = load_float(qkv + token * qkv_stride + channel, inside) * load_float(weight + channel * 4 + 3, channel >= 0)
     for back in tl.static_range(1, 4):
         x = load_float(qkv + (token - back) * qkv_stride + channel, inside & (row >= back))
         if first == 0:
-            in_tail = (slot * 3 + 3 + row - back) * CONV_DIM + channel
-            x += load_float(tails + in_tail, inside & (row < tl.where(slot >= 0, back, 0)))
+            in_tail = (cell * 3 + 3 + row - back) * CONV_DIM + channel
+            x += load_float(tails + in_tail, inside & (row < tl.where(cell >= 0, back, 0)))
         value += x * load_float(weight + channel * 4 + 3 - back, channel >= 0)
     value = _silu_and_norm(value, head < NUM_NORMED)
     tl.store(mixed + token * CONV_DIM + channel, value.to(mixed.dtype.element_ty), mask=inside)
 
 
 def convolve_rows_triton(
-    qkv: Tensor, weight: Tensor, tails: Tensor, slots: Tensor, context_lens: Tensor, dim: int, num_key_heads: int
+    qkv: Tensor, weight: Tensor, tails: Tensor, cells: Tensor, context_lens: Tensor, dim: int, num_key_heads: int
 ) -> Tensor:
     """q, k and v of a decode step, float32 `[num_tokens, conv_dim]`; padding rows are left as they are. Writes the new
     tails. dim: of all heads. The other arguments are those of `gated_delta.delta_rule_decode`."""
@@ -170,7 +170,7 @@ def convolve_rows_triton(
     mixed = torch.empty(num_rows, conv_dim, dtype=torch.float32, device=qkv.device)
     heads = max(1, _ROW_TILE // dim)
     launcher(_convolve_rows_kernel, (num_rows, triton.cdiv(num_heads, heads)), has_pdl(qkv.device))(
-        mixed, qkv, weight, tails, slots, context_lens, num_rows, qkv.stride(0),
+        mixed, qkv, weight, tails, cells, context_lens, num_rows, qkv.stride(0),
         NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return mixed

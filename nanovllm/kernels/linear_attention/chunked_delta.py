@@ -126,11 +126,11 @@ def _input_at(qkv, tails, read, start, position, channel, qkv_stride, CONV_DIM: 
 
 
 @triton.jit
-def _store_tail(qkv, tails, read, slot, start, length, channel, qkv_stride, CONV_DIM: tl.constexpr):
+def _store_tail(qkv, tails, read, cell, start, length, channel, qkv_stride, CONV_DIM: tl.constexpr):
     x0 = _input_at(qkv, tails, read, start, length - 3, channel, qkv_stride, CONV_DIM)
     x1 = _input_at(qkv, tails, read, start, length - 2, channel, qkv_stride, CONV_DIM)
     x2 = _input_at(qkv, tails, read, start, length - 1, channel, qkv_stride, CONV_DIM)
-    at = tails + slot * (3 * CONV_DIM) + channel
+    at = tails + cell * (3 * CONV_DIM) + channel
     tl.store(at, x0, mask=channel < CONV_DIM)
     tl.store(at + CONV_DIM, x1, mask=channel < CONV_DIM)
     tl.store(at + 2 * CONV_DIM, x2, mask=channel < CONV_DIM)
@@ -201,9 +201,9 @@ def _scan_chunks_kernel(
             state = tl.dot(tl.trans(k), to_end, state * tl.exp(total), input_precision=_PRECISION)
             out_at = out + token * (NUM_HEADS * DIM) + head * DIM + columns[None, :]
             tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
-        slot = tl.where(part == 0, snapshot, write)
-        if slot >= 0:
-            tl.store(states + slot * (NUM_HEADS * DIM * DIM) + in_state, state.to(states.dtype.element_ty))
+        cell = tl.where(part == 0, snapshot, write)
+        if cell >= 0:
+            tl.store(states + cell * (NUM_HEADS * DIM * DIM) + in_state, state.to(states.dtype.element_ty))
 
 
 def scan_chunks(

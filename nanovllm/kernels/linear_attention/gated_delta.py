@@ -17,9 +17,9 @@ The functions share these arguments:
 - conv_weight: `[conv_dim, taps]`, contiguous. The kernels have 4 taps.
 - A_log, dt_bias: `[num_value_heads]`.
 - norm_weight: `[value_dim]`; eps: added to the mean square of a head.
-- tails: `[num_slots, taps - 1, conv_dim]` in qkv's dtype, contiguous: the last inputs of a sequence's convolution, the
+- tails: `[num_cells, taps - 1, conv_dim]` in qkv's dtype, contiguous: the last inputs of a sequence's convolution, the
   oldest first.
-- states: `[num_slots, num_value_heads, key_dim, value_dim]`, contiguous, float32 or bfloat16.
+- states: `[num_cells, num_value_heads, key_dim, value_dim]`, contiguous, float32 or bfloat16.
 """
 
 from typing import NamedTuple
@@ -83,10 +83,10 @@ def _spread(x, DIM: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_rows", "b_stride", "a_stride"],
-    do_not_specialize_on_alignment=["b", "a", "slots", "context_lens"],
+    do_not_specialize_on_alignment=["b", "a", "cells", "context_lens"],
 )
 def _decode_kernel(
-    out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows, z_stride, b_stride,
+    out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, num_rows, z_stride, b_stride,
     a_stride, scale, eps,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -102,28 +102,28 @@ def _decode_kernel(
     row = tl.program_id(1)
     if PDL:
         gdc_launch_dependents()
-    slot = tl.load(slots + row).to(tl.int64)
-    before = tl.load(slots + row - 1, mask=row >= 1, other=-1)
-    following = tl.load(slots + row + 1, mask=row + 1 < num_rows, other=-1)
+    cell = tl.load(cells + row).to(tl.int64)
+    before = tl.load(cells + row - 1, mask=row >= 1, other=-1)
+    following = tl.load(cells + row + 1, mask=row + 1 < num_rows, other=-1)
     context_len = tl.load(context_lens + row)
     dims = tl.arange(0, DIM)
     sides = tl.arange(0, DIM // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]  # [SIDES, SIDE]
     out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM
-    # No row has a length below 0. Its comparison here makes the compiler load it beside the slots, and not after them.
-    if (slot < 0) | (before == slot) | (context_len < 0):
-        if slot == -1:
+    # No row has a length below 0. Its comparison here makes the compiler load it beside the cells, and not after them.
+    if (cell < 0) | (before == cell) | (context_len < 0):
+        if cell == -1:
             if PDL:
                 gdc_wait()
             tl.store(out_at + dims, tl.zeros([DIM], out.dtype.element_ty))
         return
     has_begun = tl.arange(0, INNER)[None, None, :, None] < tl.where(context_len > 1, INNER, 0)
     in_rows = tl.arange(0, INNER)[None, None, :, None] * DIM + sides[None, :, None, :]
-    write = slot * NUM_HEADS + head
+    write = cell * NUM_HEADS + head
     state = load_float(_state_at(states, write, in_rows, DIM, INNER), has_begun)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
-    count = count_rows(slots, row, slot, following, num_rows)
-    slots_at = slots + row
+    count = count_rows(cells, row, cell, following, num_rows)
+    cells_at = cells + row
     if PDL:
         gdc_wait()
     row = row.to(tl.int64)
@@ -133,7 +133,7 @@ def _decode_kernel(
     z_at = z + row * z_stride + head * DIM + sides
     weight = tl.load(norm_weight + sides).to(tl.float32)
     for i in range(0, count):
-        later = tl.load(slots_at + i, mask=i > 0, other=0)
+        later = tl.load(cells_at + i, mask=i > 0, other=0)
         if later < -1:
             kept = state.to(states.dtype.element_ty)
             tl.store(_state_at(states, write, in_rows, DIM, INNER), kept)
@@ -190,21 +190,21 @@ def delta_rule_decode(
     eps: float,
     tails: Tensor,
     states: Tensor,
-    slots: Tensor,
+    cells: Tensor,
     context_lens: Tensor,
     num_key_heads: int,
     num_value_heads: int,
 ) -> Tensor:
     """One token a row. Tails and states are updated in place.
 
-    Rows of one sequence follow each other, in the order of their positions. Those of a prompt have equal slots. A token
-    that is only proposed (speculation) has `-2 - slot`: it continues the row before, and its tail and state are written
-    to a slot of its own. So those before it are kept.
+    Rows of one sequence follow each other, in the order of their positions. Those of a prompt have equal cells. A token
+    that is only proposed (speculation) has `-2 - cell`: it continues the row before, and its tail and state are written
+    to a cell of its own. So those before it are kept.
 
     Args:
-        slots: int32 `[num_tokens]`; -1 is a padding row, whose output is zeros.
+        cells: int32 `[num_tokens]`; -1 is a padding row, whose output is zeros.
         context_lens: int32 `[num_tokens]`, the tokens of the sequence up to the row's own. A row of 1 begins with a
-            state of zeros, whatever its slot holds.
+            state of zeros, whatever its cell holds.
 
     Returns:
         `[num_tokens, num_value_heads * value_dim]`.
@@ -214,8 +214,8 @@ def delta_rule_decode(
     key_dim, value_dim = states.shape[2:]
     out = qkv.new_zeros(len(qkv), num_value_heads, value_dim)
     log_decay, beta = _gates(a, b, A_log, dt_bias)
-    ranks = _ranks(slots).masked_fill(slots == -1, -1)
-    writes = torch.where(slots < -1, -2 - slots, slots).long()
+    ranks = _ranks(cells).masked_fill(cells == -1, -1)
+    writes = torch.where(cells < -1, -2 - cells, cells).long()
     back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
     for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
         rows = torch.nonzero(ranks == rank).squeeze(1)
@@ -257,13 +257,13 @@ def delta_rule_prefill(
 ) -> Tensor:
     """A flat batch of sequences, by chunks.
 
-    No slot that a sequence writes is read or written by another sequence of the batch.
+    No cell that a sequence writes is read or written by another sequence of the batch.
 
     Args:
         cu_seqlens: int32 `[num_seqs + 1]`, running totals from 0 of the new tokens.
-        reads: int32 `[num_seqs]`, the slot with the tail and the state that a sequence continues from; -1: zeros.
-        writes: int32 `[num_seqs]`, the slot for its last tail and state; it may be the one in `reads`. -1: none.
-        snapshots: int32 `[num_seqs]`, the slot for its tail and state after `snapshot_lens` tokens. -1: none.
+        reads: int32 `[num_seqs]`, the cell with the tail and the state that a sequence continues from; -1: zeros.
+        writes: int32 `[num_seqs]`, the cell for its last tail and state; it may be the one in `reads`. -1: none.
+        snapshots: int32 `[num_seqs]`, the cell for its tail and state after `snapshot_lens` tokens. -1: none.
         snapshot_lens: int32 `[num_seqs]`, multiples of `CHUNK` from 1 up to the number of new tokens. Not read where
             there is no snapshot.
 
@@ -342,22 +342,22 @@ def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(out.dtype).flatten(1)
 
 
-def _ranks(slots: Tensor) -> Tensor:
+def _ranks(cells: Tensor) -> Tensor:
     """How many rows of the same sequence are right before each row."""
-    rows = torch.arange(len(slots), device=slots.device)
-    is_first = torch.ones_like(slots, dtype=torch.bool)
-    is_first[1:] = (slots[1:] != slots[:-1]) & (slots[1:] >= -1)
+    rows = torch.arange(len(cells), device=cells.device)
+    is_first = torch.ones_like(cells, dtype=torch.bool)
+    is_first[1:] = (cells[1:] != cells[:-1]) & (cells[1:] >= -1)
     return rows - torch.where(is_first, rows, 0).cummax(0).values
 
 
 @kernel_of(delta_rule_decode)
 def _launch_delta_rule_decode(
     qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states,
-    slots, context_lens, num_key_heads, num_value_heads,
+    cells, context_lens, num_key_heads, num_value_heads,
 ):  # fmt: skip
     """Two launches. The first one writes q, k and v and the new tails, which several heads share.
 
-    Both are dependent launches (`dependent_launch`), and read slots, lengths, tails and states before they wait. So an
+    Both are dependent launches (`dependent_launch`), and read cells, lengths, tails and states before they wait. So an
     ordinary launch must come between two calls with the same states, as between any two steps.
     """
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
@@ -366,10 +366,10 @@ def _launch_delta_rule_decode(
     out = torch.empty(num_rows, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
     if num_rows == 0:
         return out
-    mixed = convolve_rows_triton(qkv, conv_weight, tails, slots, context_lens, dim, num_key_heads)
+    mixed = convolve_rows_triton(qkv, conv_weight, tails, cells, context_lens, dim, num_key_heads)
     config = choose_decode(dim)
     launcher(_decode_kernel, (num_value_heads, num_rows), has_pdl(qkv.device))(
-        out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, slots, context_lens, num_rows,
+        out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, num_rows,
         z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
         NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, SIDE=config.warp_columns,
         num_warps=config.num_warps, maxnreg=config.max_registers,

@@ -55,7 +55,7 @@ class PagedKVCache(Store):
                 of_shape.append(layer.window)
         return windows
 
-    def allocate(self, num_blocks: int, num_slots: int, is_shared: bool = False) -> None:
+    def allocate(self, num_blocks: int, num_cells: int, is_shared: bool = False) -> None:
         tensors = []
         for shape in dict.fromkeys(self.shapes):
             count = self.shapes.count(shape)

@@ -1,4 +1,4 @@
-"""StateSlots: the states of the layers with linear attention, of fixed size, in slots."""
+"""StateCells: the states of the layers with linear attention, of fixed size, in cells."""
 
 import math
 from collections.abc import Sequence
@@ -10,8 +10,8 @@ from nanovllm.layers.stores.store import Store
 from nanovllm.layers.stores.zeros import store_zeros
 
 
-class StateSlots(Store):
-    """A slot is a state of all layers: a sequence's own, or a snapshot that others may begin with. Each layer holds its
+class StateCells(Store):
+    """A cell is a state of all layers: a sequence's own, or a snapshot that others may begin with. Each layer holds its
     slices, as `tails` and `states`."""
 
     name = "states"
@@ -25,12 +25,12 @@ class StateSlots(Store):
         for layer in layers:
             layer.state_dtype = state_dtype
         sizes = zip(layers[0].state_shapes, self._dtypes, strict=True)
-        self.bytes_per_slot = len(layers) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
+        self.bytes_per_cell = len(layers) * sum(math.prod(shape) * dtype.itemsize for shape, dtype in sizes)
 
-    def allocate(self, num_blocks: int, num_slots: int, is_shared: bool = False) -> None:
+    def allocate(self, num_blocks: int, num_cells: int, is_shared: bool = False) -> None:
         num_layers = 1 if is_shared else len(self.layers)
         of_layers = [
-            store_zeros((num_layers, num_slots, *shape), dtype, self._device, self.name)
+            store_zeros((num_layers, num_cells, *shape), dtype, self._device, self.name)
             for shape, dtype in zip(self.layers[0].state_shapes, self._dtypes, strict=True)
         ]
         for i, layer in enumerate(self.layers):
@@ -41,7 +41,7 @@ class StateSlots(Store):
             layer.tails = layer.states = None
 
     def copy(self, source: int, target: int) -> None:
-        """Copy one slot to another, in stream order."""
+        """Copy one cell to another, in stream order."""
         for layer in self.layers:
             for tensor in (layer.tails, layer.states):
                 if tensor is not None:

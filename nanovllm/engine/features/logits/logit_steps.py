@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from nanovllm.config import Config
+from nanovllm.engine.features.logits.logprobs import prompt_logprobs
+from nanovllm.engine.features.logits.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.inputs import DecodeInputs, ModelInputs
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
 from nanovllm.engine.runner.sampled_tokens import send_tokens
-from nanovllm.engine.features.logits.logprobs import prompt_logprobs
-from nanovllm.engine.features.logits.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.step import Step, StepLogits
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import step_context

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.features.logits.logprobs import LogprobRows
 from nanovllm.engine.features.logits.proposed_row import ProposedRow, sampled_rows
+from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepLogits
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds

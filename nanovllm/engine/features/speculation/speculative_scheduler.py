@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.config import Config
-from nanovllm.engine.scheduler import Scheduler
-from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.features.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
 from nanovllm.engine.features.speculation.suffix_index import Proposal, SuffixProposer
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 
 # Looking for proposals may take this share of plain steps. So with many sequences it is done once in several steps.
@@ -115,14 +115,14 @@ class SpeculativeScheduler(Scheduler):
         return proposal._replace(tokens=tokens[: end + 1]) if tokens else None
 
     def _fitting(self, seq: Sequence, count: int) -> int:
-        """As many of `count` tokens as there are free blocks for, and slots for the states after them. Nobody is
+        """As many of `count` tokens as there are free blocks for, and cells for the states after them. Nobody is
         preempted for them."""
         if not count:
             return 0
         manager = self.block_manager
         manager.extend(seq, seq.num_tokens + count)
         count = min(count, len(seq.block_table) * manager.block_size - seq.num_tokens)
-        return manager.places.lend(seq, count)
+        return manager.cells.lend(seq, count)
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
@@ -171,7 +171,7 @@ class SpeculativeScheduler(Scheduler):
             finished += self._record(step, *of_step, token_ids)
         for seq, accepted in zip(seqs, num_right, strict=True):
             if not seq.is_finished:
-                self.block_manager.places.commit(seq, accepted)
+                self.block_manager.cells.commit(seq, accepted)
         step.num_tokens = num_before - self.num_generated_tokens
         return finished
 
