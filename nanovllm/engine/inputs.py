@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence as AbstractSequence
 from itertools import chain
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -97,7 +97,7 @@ class DecodeInputs:
 
     def for_model(self, num_sampled: int, num_rows: int, kind: StepKind = PLAIN_STEP) -> ModelInputs:
         """The first rows of a step of this kind, of which num_sampled are sampled from."""
-        rows, more = self.rows, dict[str, object]()
+        rows, more = self.rows, dict[str, Any]()
         for columns in self.columns:
             more |= columns.context(rows, num_rows, kind)
         context = Context(
@@ -229,7 +229,7 @@ def send_prefill(step: Step, device: torch.device, columns: AbstractSequence[Col
     else:
         tensors = {name: torch.from_numpy(values) for name, values in step.arrays.items()}
     ends, ends_of_keys = (step.arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    more = dict[str, object]()
+    more = dict[str, Any]()
     for each in columns:
         more |= each.prefill_context(tensors)
     context = Context(
@@ -244,6 +244,6 @@ def send_prefill(step: Step, device: torch.device, columns: AbstractSequence[Col
         last_tokens=tensors["last_tokens"],
         **more,
     )
-    names = ("temperatures", "seeds", "sample_positions")
+    temperatures, seeds, sample_positions = (tensors[name] for name in ("temperatures", "seeds", "sample_positions"))
     of_tokens = tensors["input_ids"], tensors["positions"]
-    return ModelInputs(*of_tokens, context, *map(tensors.__getitem__, names), tensors)
+    return ModelInputs(*of_tokens, context, temperatures, seeds, sample_positions, tensors)

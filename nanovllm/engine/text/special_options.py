@@ -51,10 +51,10 @@ class SpecialOptions:
     def read(self, params: SamplingParams) -> tuple[SamplingParams, Special]:
         """The params without those stop strings that became stop tokens, and what they ask for. Raises ValueError or
         ImportError for what this model cannot do."""
-        for name, value in params.extra_args:
+        for name, value in dict(params.extra_args).items():
             if name not in self._features:
-                known = ", ".join(self._features) or "none"
-                raise ValueError(f"extra_args: {quoted(name)} is no feature of this engine; it has: {known}")
+                features = ", ".join(self._features) or "none"
+                raise ValueError(f"extra_args: {quoted(name)} is no feature of this engine; it has: {features}")
             self._features[name].check(value)
         if params.stop and self._detokenizer is None:
             raise ValueError(f"stop={quoted(params.stop)}: without a tokenizer there is no text to find it in")

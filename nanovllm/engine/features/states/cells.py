@@ -142,8 +142,8 @@ class Cells(NoCells):
         """Give a sequence cells for the states after the tokens that the next step proposes: `count`, or as many as
         there are. Returns the number. `commit` ends it, or `deallocate`."""
         cell = seq.cell
-        while len(cell.lent) < count and (cell := self._take()) >= 0:
-            cell.lent.append(cell)
+        while len(cell.lent) < count and (index := self._take()) >= 0:
+            cell.lent.append(index)
         return len(cell.lent)
 
     def commit(self, seq: Sequence, num_accepted: int) -> None:
@@ -184,10 +184,10 @@ class Cells(NoCells):
         end = min(end, seq.num_cached_tokens + seq.num_scheduled_tokens) // unit * unit
         if end <= max(first, seq.num_cached_tokens) or (end - seq.num_cached_tokens) % self.chunk:
             return False
-        cell = cell.snapshot if cell.snapshot >= 0 else self._take()
-        if cell < 0:
+        index = cell.snapshot if cell.snapshot >= 0 else self._take()
+        if index < 0:
             return False
-        cell.snapshot, cell.snapshot_end = cell, end
+        cell.snapshot, cell.snapshot_end = index, end
         return True
 
     def request_usual_snapshot(self, seq: Sequence) -> None:
@@ -202,18 +202,18 @@ class Cells(NoCells):
 
     def keep_snapshot(self, cell: Cell, content_id: int) -> None:
         """Let others begin with the snapshot that a launched step writes. content_id: of its last block."""
-        cell, cell.snapshot = cell.snapshot, -1
+        index, cell.snapshot = cell.snapshot, -1
         if content_id in self._snapshots:
-            self._free.append(cell)
+            self._free.append(index)
         else:
-            self._snapshots[content_id] = cell
+            self._snapshots[content_id] = index
         self._snapshots.move_to_end(content_id)
 
     def forget(self, content_id: int) -> None:
         """Drop the snapshot with this content id, if there is one."""
-        cell = self._snapshots.pop(content_id, None)
-        if cell is not None:
-            self._free.append(cell)
+        index = self._snapshots.pop(content_id, None)
+        if index is not None:
+            self._free.append(index)
 
     def forget_all(self) -> None:
         self._free += self._snapshots.values()
@@ -223,6 +223,6 @@ class Cells(NoCells):
         """A free cell, or that of a snapshot, which is dropped; -1 if there is none."""
         if self._free:
             return self._free.pop()
-        unread = (content_id for content_id, cell in self._snapshots.items() if cell not in self._sources)
+        unread = (content_id for content_id, index in self._snapshots.items() if index not in self._sources)
         content_id = next(unread, None)
         return -1 if content_id is None else self._snapshots.pop(content_id)
