@@ -27,7 +27,7 @@ class RopeParameters:
     base: float = 10000.0  # theta of the paper: dimension pair i turns at base ** (-2i / rotary_dim) radians a position
     type: str = "default"
     factor: float = 1.0  # how many times longer than the trained context positions may get
-    original_max_position_embeddings: int | None = None  # the trained context in tokens (all but linear)
+    original_max_position_embeddings: int = 0  # the trained context in tokens (all but linear); 0: not stated
     # Share of a head's dimensions that are rotated: the first ones; of proportional, the share of its pairs.
     partial_rotary_factor: float = 1.0
     attention_factor: float | None = None  # multiplies cos and sin (yarn and longrope); None derives it
@@ -38,10 +38,10 @@ class RopeParameters:
     mscale_all_dim: float | None = None  # weight of its denominator
     truncate: bool = True  # whether the ends of the ramp are rounded outwards to whole pairs
     # Any type may have this: how much the scores grow with the logarithm of the query's position (Llama 4's).
-    llama_4_scaling_beta: float | None = None
+    llama_4_scaling_beta: float = 0.0
     # Only llama3 has these two bounds. The low one is for the slow pairs.
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
+    low_freq_factor: float = 0.0
+    high_freq_factor: float = 0.0
     # Only longrope has these: what each pair's period is multiplied by, up to the trained context and beyond it.
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -193,7 +193,7 @@ def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParame
         rope_type = "longrope"
     if rope_type == "default" or rope_type not in SUPPORTED_TYPES:
         names = "llama_4_scaling_beta", "original_max_position_embeddings"
-        of_queries = {name: settings.get(name) for name in names} if names[0] in settings else {}
+        of_queries: dict[str, Any] = {name: settings.get(name, 0) for name in names} if names[0] in settings else {}
         return RopeParameters(float(base), rope_type, partial_rotary_factor=partial, **of_queries)
 
     if rope_type in ("yarn", "longrope"):

@@ -256,7 +256,7 @@ class DecoderModel(nn.Module):
         self.layers = nn.ModuleList()
         for i, (key, mlp) in enumerate(zip(keys, mlps, strict=True)):
             mixer: DecoderAttention | GatedDeltaNet
-            if spec.is_linear(i):
+            if spec.linear_attention is not None and spec.is_linear(i):
                 mixer = GatedDeltaNet(config.hidden_size, spec.linear_attention, config.rms_norm_eps, tp, matmul)
             else:
                 mixer = DecoderAttention(config, spec, i, tables.get(key), backend, tp, matmul)

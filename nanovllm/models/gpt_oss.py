@@ -36,7 +36,8 @@ class GptOssForCausalLM(DecoderForCausalLM):
 
     @staticmethod
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
-        sizes = config.hidden_size, config.intermediate_size, count_experts(config), config.num_experts_per_tok
+        num_experts = count_experts(config) or 0
+        sizes = config.hidden_size, config.intermediate_size, num_experts, config.num_experts_per_tok
         # Before transformers 5 the configuration has no alpha.
         alpha, limit = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
         # The softmax over a token's experts alone is that over all, divided by their sum.

@@ -153,7 +153,7 @@ def check_hf_config(hf_config: Any, where: str) -> None:
     _check_architecture(getattr(hf_config, "architectures", None), getattr(hf_config, "model_type", None), where)
     if getattr(hf_config, "intermediate_size", None) is None and hasattr(hf_config, "shared_expert_intermediate_size"):
         hf_config.intermediate_size = hf_config.shared_expert_intermediate_size
-    fields = {name: getattr(hf_config, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
+    fields: dict[str, Any] = {name: getattr(hf_config, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
     missing = [name for name in _REQUIRED if fields[name] is None]
     if missing:
         raise ValueError(f"{where}: lacks {', '.join(missing)}")
@@ -320,7 +320,9 @@ def _check_values(fields: Mapping[str, Any], where: str) -> None:
         elif name == "eos_token_id":
             check_token_ids(value, where, name)
         elif name == _CHUNKS and value:
-            sizes = [value.get(key) for key in ("chunk_size", "local_size")] if isinstance(value, dict) else [None]
+            sizes: list[Any] = [None]
+            if isinstance(value, dict):
+                sizes = [value.get(key) for key in ("chunk_size", "local_size")]
             are_sizes = all(is_int(size, 0) for size in sizes) and sizes[0] > sizes[1]
             require(field, value, are_sizes, "an object with a chunk_size and a smaller local_size")
         elif name == "quantization_config" and value:

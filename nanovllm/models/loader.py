@@ -200,7 +200,7 @@ def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
 
 def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
     param, its = wanted.param, stored(wanted.param)
-    if its.is_scale and not its.format.are_scales(tensor.content[...]):
+    if its.is_scale and its.format is not None and not its.format.are_scales(tensor.content[...]):
         raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
     if its.check is not None and (fault := its.check(tensor.content[...], wanted.shard_id)) is not None:
         raise ValueError(f"{tensor.file}: tensor {name!r} {fault}")

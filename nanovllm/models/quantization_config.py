@@ -40,7 +40,7 @@ def read_quantization(settings: Any, where: str) -> Quantization:
 
 
 def _read(settings: Mapping, where: str) -> Quantization:
-    method = settings.get("quant_method")
+    method: Any = settings.get("quant_method")
     method = getattr(method, "value", method)  # transformers' own is an enumeration.
     scheme = settings.get("kv_cache_scheme")
     if scheme and not is_e4m3(scheme):

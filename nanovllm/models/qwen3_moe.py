@@ -27,7 +27,8 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
         if not has_experts(config, layer):
             return DecoderMLP(config, spec, tp, matmul)
-        sizes = config.hidden_size, config.moe_intermediate_size, count_experts(config), config.num_experts_per_tok
+        num_experts = count_experts(config) or 0
+        sizes = config.hidden_size, config.moe_intermediate_size, num_experts, config.num_experts_per_tok
         # Families without this key divide.
         normalize = getattr(config, "norm_topk_prob", True)
         shared_size = getattr(config, "shared_expert_intermediate_size", 0)
@@ -38,7 +39,7 @@ def check_experts(config, top_k_name: str = "num_experts_per_tok") -> None:
     """Raises ValueError, naming the key, for numbers that cannot be. top_k_name: of how many experts a token has."""
     num_experts, top_k = count_experts(config), getattr(config, top_k_name, None)
     require("num_experts", num_experts, is_int(num_experts, 0, _MAX_EXPERTS), f"an integer in 0..{_MAX_EXPERTS}")
-    is_right = num_experts == 0 or is_int(top_k, 1, num_experts)
+    is_right = not num_experts or is_int(top_k, 1, num_experts)
     require(top_k_name, top_k, is_right, f"an integer in 1..{num_experts}")
     for name in ("moe_intermediate_size", "decoder_sparse_step"):
         value = getattr(config, name, 1)

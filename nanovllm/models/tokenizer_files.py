@@ -219,7 +219,8 @@ def _members(text: str, start: int = 0, until: str = "") -> Iterator[tuple[str, 
 
 
 def _skip_space(text: str, place: int) -> int:
-    return _SPACE.match(text, place).end()
+    found = _SPACE.match(text, place)
+    return place if found is None else found.end()
 
 
 def _normal(part: Any) -> Any:

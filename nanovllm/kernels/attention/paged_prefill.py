@@ -200,10 +200,10 @@ def _paged_prefill_kernel(
 
 def paged_prefill(
     q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor | None,
-    v_cache: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
@@ -236,7 +236,7 @@ def paged_prefill(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     tiles = choose_tiles(padded_dim, q.element_size(), max_seqlen_q * group, paged, q.device)
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, tiles.rows))
-    tables = block_tables if paged else cu_seqlens_k  # It is not read without a table.
+    tables = cu_seqlens_k if block_tables is None else block_tables  # It is not read without a table.
     launcher(_paged_prefill_kernel, grid)(
         out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables, kv_scales, sinks,
         q.stride(0), keys.stride(-3), values.stride(-3), tables.stride(0) if paged else 0, scale * math.log2(math.e),

@@ -193,7 +193,7 @@ def qk_norm_rope_store(
     qk.copy_(value)
     if has_value_norm:
         v.copy_(rms_norm.twin(v, torch.ones(head_dim, device=v.device), eps))
-    if k_cache is not None:
+    if k_cache is not None and v_cache is not None and slot_mapping is not None:
         stored = slot_mapping >= 0
         slots = slot_mapping[stored].long()
         for part, (x, cache) in enumerate(((k, k_cache), (v, v_cache))):

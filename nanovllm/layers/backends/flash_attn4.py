@@ -6,8 +6,10 @@ from collections.abc import Callable
 from functools import partial
 from importlib import import_module
 from inspect import signature
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import is_compiling_ahead
@@ -51,17 +53,18 @@ class FlashAttn4(OptionalPackage):
         In a sequence's last tile of 96 or 128 keys, values past its end are multiplied by 0, not skipped. Without a
         block table these belong to the next sequence: if they are infinite or NaN, they spoil this one's result too.
         """
-        num_seqs = context.cu_seqlens_q.numel() - 1
+        starts, ends_of_keys = cast(Tensor, context.cu_seqlens_q), cast(Tensor, context.cu_seqlens_k)
+        num_seqs = starts.numel() - 1
         if num_seqs > MAX_SEQS or is_compiling_ahead():  # Compile the fallback.
             return None
         attend = self.varlen_func
         if context.block_tables is None:
-            keys = {"cu_seqlens_k": context.cu_seqlens_k}
+            keys = {"cu_seqlens_k": ends_of_keys}
         else:
             attend, k, v = self.paged_func, k_cache, v_cache
-            keys = {"seqused_k": context.cu_seqlens_k.diff(), "page_table": context.block_tables}
+            keys = {"seqused_k": ends_of_keys.diff(), "page_table": context.block_tables}
         # max_seqlen_q is left out: on Hopper its only effect is a second compilation for prompts shorter than a tile.
-        options = {"cu_seqlens_q": context.cu_seqlens_q, "softmax_scale": scale, "causal": True, **keys}
+        options = {"cu_seqlens_q": starts, "softmax_scale": scale, "causal": True, **keys}
         return self.attempt(lambda: attend(q, k, v, **options)[0])
 
     def load(self, shape: AttentionShape, kernel: int) -> None:

@@ -51,10 +51,10 @@ class TorchBackend(AttentionBackend):
 
 def prefill_attention_torch(
     q: torch.Tensor,
-    k: torch.Tensor | None,
-    v: torch.Tensor | None,
-    k_cache: torch.Tensor | None,
-    v_cache: torch.Tensor | None,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
     cu_seqlens_q: torch.Tensor,
     cu_seqlens_k: torch.Tensor,
     max_seqlen_q: int,
@@ -90,7 +90,7 @@ def prefill_attention_torch(
             if window is not None:
                 mask = mask.triu(num_cached - first_key + 1 - window)
         queries, keys, values = [x.transpose(0, 1).unsqueeze(0) for x in (q[chunk], keys, values)]
-        if sinks is not None:
+        if sinks is not None and mask is not None:
             of_heads = sinks.view(-1, 1, 1)
             attended = _attend_with_sinks(queries, keys, values, mask, of_heads, scale, enable_gqa=True)
         else:

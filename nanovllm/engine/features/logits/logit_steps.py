@@ -51,9 +51,8 @@ class LogitSteps:
             columns = self._inputs.rows if inputs is None or not step.is_prefill else inputs.columns
             names = ("temperatures", "seeds", "sample_positions" if step.is_prefill else "positions")
             fed_tokens = None if step.is_prefill else self._inputs.input_ids[:n]
-            step.logits = StepLogits(
-                cast(Tensor, logits)[:n], *(columns[name][:n] for name in names), fed_tokens, columns
-            )
+            temperatures, seeds, positions = (columns[name][:n] for name in names)
+            step.logits = StepLogits(cast(Tensor, logits)[:n], temperatures, seeds, positions, fed_tokens, columns)
 
     def _hidden_states(self, inputs: ModelInputs) -> Tensor:
         with step_context(inputs.context):
