@@ -128,7 +128,8 @@ class DecodeInputs:
         step.num_sampled, step.num_rows = n, num_rows
         host, written = self._buffers[step.buffer].host, self._written[step.buffer]
         tables = host["block_tables"]
-        for row, seq in enumerate(seqs) if rows.has_one_each else zip(rows.heads.tolist(), seqs, strict=True):
+        has_one_each = num_tokens == len(seqs)  # Row i is the only one of sequence i.
+        for row, seq in enumerate(seqs) if has_one_each else zip(rows.heads.tolist(), seqs, strict=True):
             table, (known, length) = seq.block_table, written[row]
             if table is not known:
                 tables[row, : len(table)] = table
@@ -138,7 +139,7 @@ class DecodeInputs:
             else:
                 continue
             written[row] = table, len(table)
-        if not rows.has_one_each:
+        if not has_one_each:
             others = np.setdiff1d(np.arange(num_tokens), rows.heads)
             tables[others] = tables[rows.heads[rows.owners[others]]]
             for row in others.tolist():
@@ -149,9 +150,10 @@ class DecodeInputs:
         host["context_lens"][:num_tokens] = positions + 1
         blocks = tables[np.arange(num_tokens), positions // block_size]
         host["slot_mapping"][:num_tokens] = blocks * block_size + positions % block_size
-        host["temperatures"][:n] = rows.of_sequences([seq.temperature for seq in seqs])
-        host["seeds"][:n] = rows.of_sequences([seq.seed for seq in seqs])
-        if not rows.has_one_each:
+        temperatures, seeds = [seq.temperature for seq in seqs], [seq.seed for seq in seqs]
+        host["temperatures"][:n] = temperatures if has_one_each else rows.of_sequences(temperatures)
+        host["seeds"][:n] = seeds if has_one_each else rows.of_sequences(seeds)
+        if not has_one_each:
             host["pending_rows"][:num_tokens] = -1
         host["pending_rows"][rows.heads] = [seq.pending_row for seq in seqs]
         # Padding writes nothing and reads nothing.

@@ -210,18 +210,20 @@ class Scheduler:
         self.advance(step)
         return self.record(step, token_ids)
 
-    def advance(self, step: Step) -> None:
+    def advance(
+        self, step: Step, seqs: list[Sequence] | None = None, rows: AbstractSequence[int] | None = None
+    ) -> None:
         """Record a launched step before its tokens are known, so that the next one can be scheduled: register full
         blocks, append a placeholder for each new token, end what reaches its length.
 
         The step may still read blocks that are freed here. Their next owner writes to them in a later step, after it.
-        """
-        self._advance(step.seqs, step.heads)
 
-    def _advance(self, seqs: list[Sequence], rows: AbstractSequence[int]) -> None:
-        """rows: of each sequence, the one whose token follows its scheduled tokens."""
+        seqs, rows: some of the step's sequences, and for each the sampled row whose token follows; by default all, in
+        order.
+        """
         block_size, max_seq_len = self.block_size, self.max_seq_len
-        for row, seq in zip(rows, seqs, strict=True):
+        seqs = step.seqs if seqs is None else seqs
+        for row, seq in enumerate(seqs) if rows is None else zip(rows, seqs, strict=True):
             if seq.status is SequenceStatus.FINISHED:
                 continue  # A token of the step before ended it after this step was launched.
             before, num_tokens = seq.num_cached_tokens, seq.num_tokens
@@ -239,7 +241,13 @@ class Scheduler:
         if self._has_finished:
             self._drop_finished()
 
-    def record(self, step: Step, token_ids: list[int]) -> list[Sequence]:
+    def record(
+        self,
+        step: Step,
+        token_ids: list[int],
+        seqs: list[Sequence] | None = None,
+        rows: AbstractSequence[int] | None = None,
+    ) -> list[Sequence]:
         """Record the tokens of a step after `advance`: replace the placeholders, end sequences at stop tokens. A step
         that was launched meanwhile still computes a token for such a sequence, which is ignored later.
 
@@ -247,20 +255,16 @@ class Scheduler:
             step: what schedule() returned. The log-probabilities of its tokens are on the host by now.
             token_ids: one for each row that was sampled from. Those of unfinished prefills are ignored; NON_FINITE
                 ends a sequence with finish reason "error".
+            seqs, rows: as for `advance`.
 
         Returns:
             The sequences that finished.
         """
-        return self._record(step, step.seqs, step.heads, token_ids)
-
-    def _record(
-        self, step: Step, seqs: list[Sequence], rows: AbstractSequence[int], token_ids: list[int]
-    ) -> list[Sequence]:
-        """seqs, rows: some of the step's, as for `_advance`."""
         finished = []
         num_ignored = 0
         logprobs = None if step.logprobs is None else step.logprobs.of_samples()
-        for row, seq in zip(rows, seqs, strict=True):
+        seqs = step.seqs if seqs is None else seqs
+        for row, seq in enumerate(seqs) if rows is None else zip(rows, seqs, strict=True):
             if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
                 num_ignored += 1
                 continue

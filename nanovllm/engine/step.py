@@ -52,14 +52,9 @@ class Rows(NamedTuple):
     heads: np.ndarray
     num_sampled: int
 
-    @property
-    def has_one_each(self) -> bool:
-        """Whether row i is the only one of sequence i."""
-        return len(self.owners) == len(self.heads)
-
-    def of_sequences(self, values: list) -> Any:
+    def of_sequences(self, values: list) -> np.ndarray:
         """The value of each sampled row's sequence, for a step that is no prefill. values: one for each sequence."""
-        return values if self.has_one_each else np.array(values)[self.owners[: self.num_sampled]]
+        return np.array(values)[self.owners[: self.num_sampled]]
 
     @classmethod
     def of(cls, step: "Step") -> "Rows":

@@ -119,7 +119,7 @@ def test_the_first_chunk_alone_reads_the_snapshot():
     reads = []
     while not scheduler.is_finished():
         seqs, _ = scheduler.schedule()
-        reads.append(seq.cell.indexs_of_step(seq.num_cached_tokens)[0])
+        reads.append(seq.cell.cells_of_step(seq.num_cached_tokens)[0])
         source, cell = seq.cell.source, seq.cell.index
         postprocess(scheduler, seqs, [900])
     assert reads == [source, cell]
@@ -218,10 +218,10 @@ def test_the_state_after_the_last_accepted_token_is_kept():
     seq, other = (SimpleNamespace(cell=cells.allocate(0, 0, 0)) for _ in range(2))
     for num_accepted in (0, 1, 2, 3):
         assert cells.lend(seq, 3) == 3
-        cells = [seq.cell.index, *seq.cell.lent]
-        assert len({*cells, other.cell.index}) == 5
+        own = [seq.cell.index, *seq.cell.lent]
+        assert len({*own, other.cell.index}) == 5
         cells.commit(seq, num_accepted)
-        assert seq.cell.index == cells[num_accepted]
+        assert seq.cell.index == own[num_accepted]
     assert cells.lend(seq, 9) == 4
     assert cells.lend(other, 1) == 0, "none is left"
     assert not cells.can_allocate()
@@ -264,9 +264,9 @@ def test_no_cell_is_lost_or_shared(actions):
             cell.snapshot = cells._take()
             if cell.snapshot >= 0:
                 cells.keep_snapshot(cell, content_id)
-        cells = [*cells._free, *cells._snapshots.values()]
-        cells += [cell for cell in held for cell in (cell.index, *cell.lent)]
-        assert sorted(cells) == list(range(6))
+        numbers = [*cells._free, *cells._snapshots.values()]
+        numbers += [number for cell in held for number in (cell.index, *cell.lent)]
+        assert sorted(numbers) == list(range(6))
 
 
 class Counts(Store):

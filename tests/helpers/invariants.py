@@ -128,7 +128,7 @@ class SimulatedStates:
             prompts = [seq for seq in seqs if seq.is_prefill]
             for copy in filter(None, (seq.cell.copy_of_step(seq.num_cached_tokens) for seq in prompts)):
                 self.slots[copy[1]] = self.slots[copy[0]]
-        plans = [seq.cell.indexs_of_step(seq.num_cached_tokens) for seq in seqs]
+        plans = [seq.cell.cells_of_step(seq.num_cached_tokens) for seq in seqs]
         if not is_prefill:
             assert all(plan[2] < 0 for plan in plans)
             plans = [(plan[1] if tokens else -1, plan[1], -1, 0) for plan, tokens in zip(plans, before, strict=True)]

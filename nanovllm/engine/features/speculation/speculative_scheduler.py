@@ -126,9 +126,9 @@ class SpeculativeScheduler(Scheduler):
 
     # -- after a step ------------------------------------------------------------------------------------------------
 
-    def advance(self, step: Step) -> None:
+    def advance(self, step: Step, seqs: Any = None, rows: Any = None) -> None:
         """Of a step with proposals, what is sure: each sequence gets one token."""
-        super().advance(step)
+        super().advance(step, step.seqs, step.heads)
         if step.proposed:
             self.awaits_tokens = True
             return
@@ -153,22 +153,22 @@ class SpeculativeScheduler(Scheduler):
             self._wait = int(seconds / (_MAX_LOOKING_SHARE * self._pace.seconds(num_seqs, False))) + 1
         return pays
 
-    def record(self, step: Step, token_ids: list[int]) -> list[Sequence]:
+    def record(self, step: Step, token_ids: list[int], seqs: Any = None, rows: Any = None) -> list[Sequence]:
         """The rows of accepted tokens advance here, one row of each sequence after the other."""
         if not step.proposed:
             return super().record(step, token_ids)
         num_before, heads = self.num_generated_tokens, step.heads
         self.awaits_tokens = False
         num_right = self._judge_all(step, token_ids)
-        finished = super().record(step, token_ids)
         seqs, index = step.seqs, range(len(step.seqs))
+        finished = super().record(step, token_ids, seqs, heads)
         for i in range(1, max(num_right) + 1):
             going_on = [k for k in index if num_right[k] >= i and not seqs[k].is_finished]
             of_step = [seqs[k] for k in going_on], [heads[k] + i for k in going_on]
             for seq in of_step[0]:
                 seq.num_scheduled_tokens = 1
-            self._advance(*of_step)
-            finished += self._record(step, *of_step, token_ids)
+            super().advance(step, *of_step)
+            finished += super().record(step, token_ids, *of_step)
         for seq, accepted in zip(seqs, num_right, strict=True):
             if not seq.is_finished:
                 self.block_manager.cells.commit(seq, accepted)
