@@ -36,7 +36,8 @@ def measure(batch: int, waiting: int) -> dict:
     rng = Random(0)
     options = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True, "kvcache_block_size": BLOCK_SIZE}
     config = Config("Qwen3-0.6B", max_num_seqs=batch, max_num_batched_tokens=1 << 20, max_model_len=4096, **options)
-    scheduler = Scheduler(config, batch * 4)
+    config.num_kvcache_blocks = batch * 4
+    scheduler = Scheduler(config)
     backend, device = TritonBackend(), torch.device("cpu")
     shape = AttentionShape(16, 8, 128, BLOCK_SIZE, config.dtype, device)
     backend.prepare(shape, [None], StepSizes(0, 4096, batch, num_layer_params=1), load_table(device))
