@@ -3,7 +3,7 @@
 Every parameter knows how it is loaded (`parameters`), and the weight's format how it is stored (`formats`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format
 from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
-from nanovllm.layers.formats.parameters import load_rows, make_parameter
+from nanovllm.layers.formats.parameters import LayerParameter, Shards, Sliceable, load_rows, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Matmul, Products
@@ -50,7 +50,8 @@ class LinearBase(nn.Module):
         products: this product and its variants, such as one that adds to its output, by operation.
     """
 
-    weight: nn.Parameter
+    weight: LayerParameter
+    weight_scale: LayerParameter  # in a format with scales
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class LinearBase(nn.Module):
         tp: TensorParallel | None = None,
         matmul: Matmul | None = None,
         format: WeightFormat | None = None,
-        shards: dict | None = None,
+        shards: Shards | None = None,
         size_name: str | None = None,
     ):
         super().__init__()
@@ -87,11 +88,11 @@ class LinearBase(nn.Module):
         """The rows that are cut from tensors of the checkpoint, for `WeightFormat.check_sizes`."""
         return [("hidden_size", num_rows)]
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         """Copy this rank's part of a tensor of the checkpoint to a parameter: the weight, or its scales."""
         param.stored.format.store(param, loaded_weight[:])
 
-    def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def bias_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         """The same of the bias."""
         self.weight_loader(param, loaded_weight, loaded_shard_id)
 
@@ -171,12 +172,12 @@ class ColumnParallelLinear(LinearBase):
         """{shard id: rows of a tensor of the checkpoint}."""
         return self.matrix_sizes
 
-    def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
+    def part(self, shard_id: Hashable, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows of a checkpoint matrix that this rank has."""
         num_rows = part_of(self.matrix_sizes[shard_id], tp, self.size_name)
         return tp.rank * num_rows, num_rows
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         offset = first_row = 0
         for key, (start, num_rows) in self.parts.items():
             if loaded_shard_id in (key, None):
@@ -238,7 +239,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     def named_rows(self, size_name: str, num_rows: int) -> Iterable[tuple[str, int]]:
         return [(size_name, self.parts["q"][1]), (" * ".join(self.names), self.parts["k"][1])]
 
-    def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
+    def part(self, shard_id: Hashable, tp: TensorParallel) -> tuple[int, int]:
         if shard_id in ("k", "v"):
             return self.first_kv_head * self.head_size, self.num_kv_heads * self.head_size
         return super().part(shard_id, tp)
@@ -251,7 +252,7 @@ class KeysAsValuesParallelLinear(QKVParallelLinear):
     def checkpoint_sizes(self) -> dict:
         return {key: size for key, size in self.matrix_sizes.items() if key != "v"}
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         super().weight_loader(param, loaded_weight, loaded_shard_id)
         if loaded_shard_id == "k":
             super().weight_loader(param, loaded_weight, "v")
@@ -271,7 +272,7 @@ class GatedQKVParallelLinear(QKVParallelLinear):
     def checkpoint_sizes(self) -> dict:
         return self.matrix_sizes | {"q": self.matrix_sizes["q"] + self.matrix_sizes["gate"]}
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         if loaded_shard_id != "q":
             super().weight_loader(param, loaded_weight, loaded_shard_id)
             return
@@ -283,7 +284,7 @@ class GatedQKVParallelLinear(QKVParallelLinear):
             load_rows(param, first_gate + row, loaded_weight, start + self.head_size, self.head_size)
 
 
-def columns_of_rank(param: Any, shard_id: object, tp: TensorParallel) -> slice:
+def columns_of_rank(param: LayerParameter, shard_id: Hashable, tp: TensorParallel) -> slice:
     """Those of a tensor of the checkpoint that fill a rank's part of a parameter. Its columns need not be the
     parameter's: weights may be packed once they are cut."""
     num_columns = param.shards[shard_id][1]
@@ -345,8 +346,8 @@ class RowParallelLinear(LinearBase):
         """Only rank 0 adds the bias, or the sum would contain it several times."""
         return self.bias if self.tp.rank == 0 else None
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         param.stored.format.store(param, loaded_weight[:, columns_of_rank(param, loaded_shard_id, self.tp)])
 
-    def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def bias_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         param.data.copy_(loaded_weight[:])
