@@ -8,6 +8,7 @@ from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import TypedDict, Unpack
 
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format
@@ -18,6 +19,15 @@ from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Matmul, Products
 from nanovllm.layers.parallel.rank_sums import add_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+
+
+class LinearOptions(TypedDict, total=False):
+    """Arguments of `LinearBase` that its subclasses have too."""
+
+    tp: TensorParallel | None
+    matmul: Matmul | None
+    format: WeightFormat | None
+    size_name: str | None
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -96,7 +106,7 @@ class LinearBase(nn.Module):
         """The same of the bias."""
         self.weight_loader(param, loaded_weight, loaded_shard_id)
 
-    def forward(self, x: Input) -> Any:
+    def forward(self, x: Input) -> Tensor:
         """[num_tokens, input_size] -> [num_tokens, output_size]."""
         if self.is_plain:
             return F.linear(value_of(x), self.weight, self.bias_of_rank)
@@ -129,7 +139,7 @@ class LinearBase(nn.Module):
 class ReplicatedLinear(LinearBase):
     """y = x W^T + b, the same on every rank: [num_tokens, input_size] -> [num_tokens, output_size]."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, **options: Any):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, **options: Unpack[LinearOptions]):
         """options: LinearBase's."""
         super().__init__(input_size, output_size, bias, **options)
 
@@ -189,7 +199,7 @@ class ColumnParallelLinear(LinearBase):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several matrices with the same input as one product: gate and up. Shard ids are 0, 1, ..."""
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, **options: Any):
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, **options: Unpack[LinearOptions]):
         """output_sizes: of each matrix, on all ranks together. options: LinearBase's."""
         self.output_sizes = output_sizes
         matrix_sizes = dict(enumerate(self.output_sizes))
@@ -336,7 +346,7 @@ class RowParallelLinear(LinearBase):
             self.products["linear_add"](x, residual)
         return Normed(residual, norm)
 
-    def part_of_sum(self, operation: str, x: Tensor | Gated, out: Tensor | None = None) -> Any:
+    def part_of_sum(self, operation: str, x: Tensor | Gated, out: Tensor | None = None) -> Tensor:
         """This rank's part of y: a new tensor for the operation linear; into `out` for linear_sum; added to `out` for
         linear_add."""
         return self.products[operation](x, out)

@@ -136,7 +136,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.shape, self.eps, self.tp = shape.of_rank(tp), eps, tp
         options = tp, matmul
-        self.in_proj: Any = None
+        self.in_proj: DeltaNetProjection | None = None
         if isinstance(get_weight_format(), Unquantized):
             self.in_proj = DeltaNetProjection(hidden_size, shape, "qkvzba", *options)
         else:  # The gates b and a stay in the model's dtype.
@@ -186,7 +186,7 @@ class GatedDeltaNet(nn.Module):
         out = delta_rule_decode(*arguments)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
-    def _weights(self) -> tuple[Any, ...]:
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
         return self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps
 
     def _heads(self) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class GatedDeltaNet(nn.Module):
     def input_projections(self) -> list[DeltaNetProjection]:
         return [self.in_proj_qkvz, self.in_proj_ba] if self.in_proj is None else [self.in_proj]
 
-    def _project(self, hidden: Normed) -> list[Any]:
+    def _project(self, hidden: Normed) -> list[Tensor]:
         """q, k and v side by side, z, b, a."""
         sizes = self.shape.sizes
         widths = [self.shape.conv_dim, sizes["z"]]

@@ -24,7 +24,13 @@ from nanovllm.layers.formats.parameters import (
 )
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear, columns_of_rank
+from nanovllm.layers.linear import (
+    LinearOptions,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    columns_of_rank,
+)
 from nanovllm.layers.matmul.matmul import Matmul, Products, compute
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.parallel.rank_sums import add_over_ranks
@@ -140,7 +146,7 @@ class SharedExpert(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel, matmul: Matmul):
         super().__init__()
-        options: Any = {"tp": tp, "matmul": matmul, "size_name": "shared_expert_intermediate_size"}
+        options: LinearOptions = {"tp": tp, "matmul": matmul, "size_name": "shared_expert_intermediate_size"}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, **options)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **options)
 
@@ -201,7 +207,7 @@ class MixtureOfExperts(nn.Module):
         output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
         return add_over_ranks(self, residual, hidden, norm, output_norm)
 
-    def part_of_sum(self, operation: str, x: Any, out: torch.Tensor | None = None) -> Any:
+    def part_of_sum(self, operation: str, x: Normed, out: torch.Tensor | None = None) -> torch.Tensor:
         """The same as RowParallelLinear's, of a Normed or, without a router_norm, a tensor."""
         results = logits = self.gate(x if self.router_norm is None else Normed(x.residual, self.router_norm))
         gated: Any = None

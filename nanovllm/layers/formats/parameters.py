@@ -26,6 +26,14 @@ class Sliceable(Protocol):
     def __getitem__(self, index: Index, /) -> Tensor: ...
 
 
+class Slice(Sliceable, Protocol):
+    """What the loader reads of a safetensors slice."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
+
+
 @dataclass
 class Stored:
     """What the loader must know of a parameter, as its attribute `stored`.
