@@ -9,9 +9,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from nanovllm.layers.formats.format import WeightFormat
-
 FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
@@ -24,6 +21,18 @@ class Sliceable(Protocol):
     """What a weight loader reads: a tensor, or a safetensors slice, of which only the parts asked for are read."""
 
     def __getitem__(self, index: Index, /) -> Tensor: ...
+
+
+class StorageFormat(Protocol):
+    """What is asked of the `WeightFormat` of a parameter."""
+
+    def shape_of(self, values: Tensor) -> torch.Size: ...
+
+    def are_scales(self, scales: Tensor) -> bool: ...
+
+    def store(self, parameter: "LayerParameter", values: Tensor, row: int = 0, expert: int | None = None) -> None: ...
+
+    def draw(self, parameter: nn.Parameter, generator: torch.Generator) -> None: ...
 
 
 class Slice(Sliceable, Protocol):
@@ -55,7 +64,7 @@ class Stored:
         input_dtype: of a weight's products, if that is not its own.
     """
 
-    format: "WeightFormat | None" = None
+    format: StorageFormat | None = None
     rows_of_weight: int = 1
     checkpoint_name: str | None = None
     stored_dtypes: tuple[str, ...] = FLOATS
@@ -77,7 +86,7 @@ if TYPE_CHECKING:
     class StoredOfLayer(Stored):
         """The same of a linear layer's parameter: there is a format, and what that format reads is not None."""
 
-        format: "WeightFormat"
+        format: StorageFormat
         scale: "LayerParameter"
         zero: "LayerParameter | None"
 
@@ -101,7 +110,7 @@ def make_parameter(
     shape: tuple[int, ...],
     shards: Shards,
     weight_loader: WeightLoader,
-    format: "WeightFormat | None" = None,
+    format: StorageFormat | None = None,
     dtype: torch.dtype | None = None,
     **fields: Any,
 ) -> LayerParameter:
