@@ -57,7 +57,7 @@ class Rows(NamedTuple):
         """Whether row i is the only one of sequence i."""
         return len(self.owners) == len(self.heads)
 
-    def of_sequences(self, values: list) -> Any:
+    def of_sequences(self, values: list) -> list | np.ndarray:
         """The value of each sampled row's sequence, for a step that is no prefill. values: one for each sequence."""
         return values if self.has_one_each else np.array(values)[self.owners[: self.num_sampled]]
 
@@ -154,7 +154,7 @@ class Step:
             return range(len(self.seqs))
         return [*accumulate((1 + len(tokens) for tokens in self.proposed), initial=0)][:-1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"seqs": [], "proposed": [], "rows": None, "buffer": -1}
 
     def wait(self, check_workers: Callable[[], None] | None = None) -> list[int]:

@@ -20,6 +20,8 @@ from nanovllm.models.spec import LayerHeads
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+    from nanovllm.models.loader import LoadedModel
+
 GIB = 2**30
 
 
@@ -97,7 +99,7 @@ def meta_model(config: ModelOptions, rank: int = 0) -> DecoderForCausalLM:
         ) from error
 
 
-def model_bytes(config: ModelOptions, model: DecoderForCausalLM) -> ModelBytes:
+def model_bytes(config: ModelOptions, model: "LoadedModel") -> ModelBytes:
     """Counts the bytes of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
     tp = TensorParallel(0, config.tensor_parallel_size)
     stores = model.make_stores(attention_shapes(config, tp, torch.device("meta"))[0], config.state_dtype)
