@@ -1,9 +1,33 @@
 """NoCells: what the scheduler asks of the stores beside the KV cache, where a model has none."""
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Sequence as AbstractSequence
+from typing import Protocol
 
 from nanovllm.engine.sequence import Sequence
+
+
+class KnownBlock(Protocol):
+    """What is asked of a `Block`."""
+
+    content_id: int
+
+
+class KnownBlocks(Protocol):
+    """What is asked of a BlockManager."""
+
+    block_size: int
+    enable_prefix_caching: bool
+    lost_content_ids: list[int]
+
+    @property
+    def blocks(self) -> AbstractSequence[KnownBlock]: ...
+
+    def known_blocks(self, seq: Sequence) -> list[int]: ...
+
+    def max_shared_blocks(self, seq: Sequence) -> int: ...
+
+    def block_hash(self, seq: Sequence, i: int) -> int: ...
 
 
 class NoCells:
@@ -20,7 +44,7 @@ class NoCells:
 
     chunk = 0
 
-    def begin_step(self, manager: Any, takes_snapshots: bool) -> None:
+    def begin_step(self, manager: KnownBlocks, takes_snapshots: bool) -> None:
         """Prompts are about to be scheduled. takes_snapshots: whether by the kernels of a prefill."""
         manager.lost_content_ids.clear()
 
@@ -28,17 +52,19 @@ class NoCells:
         """Whether one more sequence can begin."""
         return True
 
-    def begin(self, seq: Sequence, manager: Any, shared: list[int]) -> None:
+    def begin(self, seq: Sequence, manager: KnownBlocks, shared: list[int]) -> None:
         """Give a sequence a cell with its blocks. shared: ids of the blocks that it need not compute."""
 
     def end(self, seq: Sequence) -> None:
         """Take it back, if there is one."""
 
-    def reusable(self, manager: Any, block_ids: list[int]) -> list[int]:
+    def reusable(self, manager: KnownBlocks, block_ids: list[int]) -> list[int]:
         """Those of a sequence's known blocks that it need not compute."""
         return block_ids
 
-    def is_worth_waiting(self, manager: Any, seq: Sequence, num_shared: int, scheduled: Mapping[int, Sequence]) -> bool:
+    def is_worth_waiting(
+        self, manager: KnownBlocks, seq: Sequence, num_shared: int, scheduled: Mapping[int, Sequence]
+    ) -> bool:
         """Whether after this step the sequence can begin behind blocks that it computes. scheduled: their hashes, and
         for whom they are computed. num_shared: the blocks that the sequence could share now."""
         return True
@@ -46,10 +72,10 @@ class NoCells:
     def align_chunk(self, seq: Sequence) -> None:
         """Let the chunk of a prompt that is scheduled end where its state can be kept."""
 
-    def request_snapshots(self, manager: Any, seqs: Iterable[Sequence]) -> None:
+    def request_snapshots(self, manager: KnownBlocks, seqs: Iterable[Sequence]) -> None:
         """The step that has been scheduled computes these prompts: have it keep states that others may begin with."""
 
-    def keep(self, seq: Sequence, manager: Any) -> None:
+    def keep(self, seq: Sequence, manager: KnownBlocks) -> None:
         """The step that computes the sequence's newest blocks has been launched."""
 
     def lend(self, seq: Sequence, count: int) -> int:

@@ -1,6 +1,7 @@
 """What an engine would refuse, said without one: no weights are read, and no GPU is needed."""
 
 from copy import copy
+from os import PathLike
 from typing import Any, cast
 
 from nanovllm.config import Config
@@ -12,7 +13,7 @@ from nanovllm.models.tokenizer_files import load_tokenizer
 from nanovllm.sampling_params import SamplingParams
 
 
-def check_options(model: Any, **options: Any) -> None:
+def check_options(model: str | PathLike[str], **options: Any) -> None:
     """Raises ValueError, TypeError or OSError as `LLM(model, **options)` does for a wrong option or file."""
     check_backend(Config(model, **options))
 

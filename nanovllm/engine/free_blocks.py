@@ -2,7 +2,7 @@
 
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, SupportsIndex
 
 
 class FreeBlocks(deque):
@@ -49,7 +49,7 @@ class FreeBlocks(deque):
             else:
                 yield block_id
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:
         return list(self)[index]
 
     def __contains__(self, block_id: object) -> bool:

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence as AbstractSequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from nanovllm.engine.features.columns import Columns
+from nanovllm.engine.features.columns import Columns, ContextFields
 from nanovllm.engine.runner.packed_arrays import PackedArrays, packed_size, send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import PLAIN_STEP, Rows, Step, StepKind
@@ -97,7 +97,7 @@ class DecodeInputs:
 
     def for_model(self, num_sampled: int, num_rows: int, kind: StepKind = PLAIN_STEP) -> ModelInputs:
         """The first rows of a step of this kind, of which num_sampled are sampled from."""
-        rows, more = self.rows, dict[str, Any]()
+        rows, more = self.rows, ContextFields()
         for columns in self.columns:
             more |= columns.context(rows, num_rows, kind)
         context = Context(
@@ -231,7 +231,7 @@ def send_prefill(step: Step, device: torch.device, columns: AbstractSequence[Col
     else:
         tensors = {name: torch.from_numpy(values) for name, values in step.arrays.items()}
     ends, ends_of_keys = (step.arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k"))
-    more = dict[str, Any]()
+    more = ContextFields()
     for each in columns:
         more |= each.prefill_context(tensors)
     context = Context(

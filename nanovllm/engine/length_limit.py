@@ -1,6 +1,11 @@
 """LengthLimit: the longest sequence of an engine, and what to do about a longer prompt."""
 
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from nanovllm.config import Config
 
 
 class LengthLimit:
@@ -9,7 +14,7 @@ class LengthLimit:
         max_seq_len: tokens of the longest sequence that the engine can hold, prompt and completion.
     """
 
-    def __init__(self, config: Any):
+    def __init__(self, config: "Config | SimpleNamespace"):
         """config: an engine's Config, with the KV cache's num_kvcache_blocks; without max_model_len, that is all."""
         self.config, self.num_blocks = config, config.num_kvcache_blocks
         capacity = self.num_blocks * config.kvcache_block_size

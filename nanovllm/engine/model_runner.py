@@ -3,7 +3,7 @@
 import logging
 import pickle
 from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from multiprocessing.shared_memory import SharedMemory
 from operator import attrgetter
@@ -64,7 +64,9 @@ class ModelRunner:
         self.enforce_eager = config.enforce_eager
         self.device = device_of_rank(config, rank)
         # A block with this rank's GPU as the current one. It is used again and again, and never inside itself.
-        self.on_device: Any = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        self.on_device: AbstractContextManager = (
+            torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        )
         self.graph_bs: list[int] = []
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.weight_shapes: list[torch.Size] = []  # of the parameters, while they sleep
@@ -103,7 +105,7 @@ class ModelRunner:
 
     # -- calls to all ranks --------------------------------------------------------------------------------------------
 
-    def call(self, method_name: str, *args: Any, for_workers: tuple | None = None) -> Any:
+    def call(self, method_name: str, *args: object, for_workers: tuple | None = None) -> Any:
         """Run a method on every rank; the result is this rank's. for_workers: the others' arguments, if they differ."""
         with self.on_device:
             if self.world_size == 1 or self.rank:
@@ -131,7 +133,7 @@ class ModelRunner:
         """The segment in which calls lie; None with one rank."""
         return self.event.shm
 
-    def write_shm(self, method_name: str, *args: Any) -> None:
+    def write_shm(self, method_name: str, *args: object) -> None:
         """Send a call to the workers."""
         self.event.write(pickle.dumps([method_name, *args], pickle.HIGHEST_PROTOCOL))
 

@@ -4,7 +4,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as AbstractSequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.engine.admission import Admission
 from nanovllm.engine.block_manager import BlockManager
@@ -16,6 +16,11 @@ from nanovllm.engine.prefix_cache import forget_blocks
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
 from nanovllm.kernels.sampling.sampler import NON_FINITE
+
+if TYPE_CHECKING:
+    from types import SimpleNamespace
+
+    from nanovllm.config import Config
 
 # No prompt is cut to fill the last max_num_batched_tokens // MIN_CHUNK_SHARE tokens of a step. The next step would
 # continue it from the cache, which makes attention slower for all sequences of that step.
@@ -42,7 +47,9 @@ class Scheduler:
         awaits_tokens: nothing may be scheduled before the tokens of the step in flight are known.
     """
 
-    def __init__(self, config: Any, mixed_step_rows: int = 0, make_cells: Callable[[], NoCells] = NoCells):
+    def __init__(
+        self, config: "Config | SimpleNamespace", mixed_step_rows: int = 0, make_cells: Callable[[], NoCells] = NoCells
+    ):
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
         self.eos = frozenset([config.eos] if isinstance(config.eos, int) else config.eos)

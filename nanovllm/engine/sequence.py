@@ -85,7 +85,7 @@ class Sequence:
     def __len__(self) -> int:
         return self.num_tokens
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key: int | slice) -> Any:
         return self.token_ids[key]
 
     def __repr__(self) -> str:

@@ -149,7 +149,7 @@ class Step:
             return range(len(self.seqs))
         return [*accumulate((1 + len(tokens) for tokens in self.proposed), initial=0)][:-1]
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return vars(self) | {"seqs": [], "proposed": [], "rows": None, "buffer": -1}
 
     def wait(self, check_workers: Callable[[], None] | None = None) -> list[int]:

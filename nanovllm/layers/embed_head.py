@@ -1,14 +1,14 @@
 """The vocabulary at both ends of the model: the embedding, and the head, whose tokens are divided over the ranks."""
 
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from nanovllm.layers.formats.format import Weight, WeightFormat
-from nanovllm.layers.formats.parameters import make_parameter
+from nanovllm.layers.formats.parameters import Sliceable, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import get_context
@@ -73,7 +73,7 @@ class VocabParallelEmbedding(nn.Module):
             shape, shards = (self.num_tokens, embedding_dim), {None: (num_embeddings, embedding_dim)}
             self.weight = make_parameter(shape, shards, self.weight_loader, Unquantized())
 
-    def weight_loader(self, param: nn.Parameter, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: nn.Parameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         if self.num_tokens:
             param.data.copy_(loaded_weight[self.vocab_start_idx : self.vocab_end_idx])
 

@@ -3,21 +3,31 @@
 Every parameter knows how it is loaded (`parameters`), and the weight's format how it is stored (`formats`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
+from typing_extensions import TypedDict, Unpack
 
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format
 from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
-from nanovllm.layers.formats.parameters import load_rows, make_parameter
+from nanovllm.layers.formats.parameters import LayerParameter, Shards, Sliceable, load_rows, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.matmul import Matmul, Products
 from nanovllm.layers.parallel.rank_sums import add_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+
+
+class LinearOptions(TypedDict, total=False):
+    """Arguments of `LinearBase` that its subclasses have too."""
+
+    tp: TensorParallel | None
+    matmul: Matmul | None
+    format: WeightFormat | None
+    size_name: str | None
 
 
 def divide(numerator: int, denominator: int) -> int:
@@ -50,7 +60,8 @@ class LinearBase(nn.Module):
         products: this product and its variants, such as one that adds to its output, by operation.
     """
 
-    weight: nn.Parameter
+    weight: LayerParameter
+    weight_scale: LayerParameter  # in a format with scales
 
     def __init__(
         self,
@@ -62,7 +73,7 @@ class LinearBase(nn.Module):
         tp: TensorParallel | None = None,
         matmul: Matmul | None = None,
         format: WeightFormat | None = None,
-        shards: dict | None = None,
+        shards: Shards | None = None,
         size_name: str | None = None,
     ):
         super().__init__()
@@ -87,15 +98,15 @@ class LinearBase(nn.Module):
         """The rows that are cut from tensors of the checkpoint, for `WeightFormat.check_sizes`."""
         return [("hidden_size", num_rows)]
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         """Copy this rank's part of a tensor of the checkpoint to a parameter: the weight, or its scales."""
         param.stored.format.store(param, loaded_weight[:])
 
-    def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def bias_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         """The same of the bias."""
         self.weight_loader(param, loaded_weight, loaded_shard_id)
 
-    def forward(self, x: Input) -> Any:
+    def forward(self, x: Input) -> Tensor:
         """[num_tokens, input_size] -> [num_tokens, output_size]."""
         if self.is_plain:
             return F.linear(value_of(x), self.weight, self.bias_of_rank)
@@ -128,7 +139,7 @@ class LinearBase(nn.Module):
 class ReplicatedLinear(LinearBase):
     """y = x W^T + b, the same on every rank: [num_tokens, input_size] -> [num_tokens, output_size]."""
 
-    def __init__(self, input_size: int, output_size: int, bias: bool = False, **options: Any):
+    def __init__(self, input_size: int, output_size: int, bias: bool = False, **options: Unpack[LinearOptions]):
         """options: LinearBase's."""
         super().__init__(input_size, output_size, bias, **options)
 
@@ -171,12 +182,12 @@ class ColumnParallelLinear(LinearBase):
         """{shard id: rows of a tensor of the checkpoint}."""
         return self.matrix_sizes
 
-    def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
+    def part(self, shard_id: Hashable, tp: TensorParallel) -> tuple[int, int]:
         """First row and number of rows of a checkpoint matrix that this rank has."""
         num_rows = part_of(self.matrix_sizes[shard_id], tp, self.size_name)
         return tp.rank * num_rows, num_rows
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         offset = first_row = 0
         for key, (start, num_rows) in self.parts.items():
             if loaded_shard_id in (key, None):
@@ -188,7 +199,7 @@ class ColumnParallelLinear(LinearBase):
 class MergedColumnParallelLinear(ColumnParallelLinear):
     """Several matrices with the same input as one product: gate and up. Shard ids are 0, 1, ..."""
 
-    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, **options: Any):
+    def __init__(self, input_size: int, output_sizes: list[int], bias: bool = False, **options: Unpack[LinearOptions]):
         """output_sizes: of each matrix, on all ranks together. options: LinearBase's."""
         self.output_sizes = output_sizes
         matrix_sizes = dict(enumerate(self.output_sizes))
@@ -238,7 +249,7 @@ class QKVParallelLinear(ColumnParallelLinear):
     def named_rows(self, size_name: str, num_rows: int) -> Iterable[tuple[str, int]]:
         return [(size_name, self.parts["q"][1]), (" * ".join(self.names), self.parts["k"][1])]
 
-    def part(self, shard_id: Any, tp: TensorParallel) -> tuple[int, int]:
+    def part(self, shard_id: Hashable, tp: TensorParallel) -> tuple[int, int]:
         if shard_id in ("k", "v"):
             return self.first_kv_head * self.head_size, self.num_kv_heads * self.head_size
         return super().part(shard_id, tp)
@@ -251,7 +262,7 @@ class KeysAsValuesParallelLinear(QKVParallelLinear):
     def checkpoint_sizes(self) -> dict:
         return {key: size for key, size in self.matrix_sizes.items() if key != "v"}
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         super().weight_loader(param, loaded_weight, loaded_shard_id)
         if loaded_shard_id == "k":
             super().weight_loader(param, loaded_weight, "v")
@@ -271,7 +282,7 @@ class GatedQKVParallelLinear(QKVParallelLinear):
     def checkpoint_sizes(self) -> dict:
         return self.matrix_sizes | {"q": self.matrix_sizes["q"] + self.matrix_sizes["gate"]}
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         if loaded_shard_id != "q":
             super().weight_loader(param, loaded_weight, loaded_shard_id)
             return
@@ -283,7 +294,7 @@ class GatedQKVParallelLinear(QKVParallelLinear):
             load_rows(param, first_gate + row, loaded_weight, start + self.head_size, self.head_size)
 
 
-def columns_of_rank(param: Any, shard_id: object, tp: TensorParallel) -> slice:
+def columns_of_rank(param: LayerParameter, shard_id: Hashable, tp: TensorParallel) -> slice:
     """Those of a tensor of the checkpoint that fill a rank's part of a parameter. Its columns need not be the
     parameter's: weights may be packed once they are cut."""
     num_columns = param.shards[shard_id][1]
@@ -335,7 +346,7 @@ class RowParallelLinear(LinearBase):
             self.products["linear_add"](x, residual)
         return Normed(residual, norm)
 
-    def part_of_sum(self, operation: str, x: Tensor | Gated, out: Tensor | None = None) -> Any:
+    def part_of_sum(self, operation: str, x: Tensor | Gated, out: Tensor | None = None) -> Tensor:
         """This rank's part of y: a new tensor for the operation linear; into `out` for linear_sum; added to `out` for
         linear_add."""
         return self.products[operation](x, out)
@@ -345,8 +356,8 @@ class RowParallelLinear(LinearBase):
         """Only rank 0 adds the bias, or the sum would contain it several times."""
         return self.bias if self.tp.rank == 0 else None
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         param.stored.format.store(param, loaded_weight[:, columns_of_rank(param, loaded_shard_id, self.tp)])
 
-    def bias_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def bias_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         param.data.copy_(loaded_weight[:])

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.linear_attention.gated_delta import delta_rule_decode, delta_rule_prefill
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
-from nanovllm.layers.formats.parameters import load_rows, make_parameter
+from nanovllm.layers.formats.parameters import LayerParameter, Sliceable, load_rows, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed
 from nanovllm.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -67,7 +67,7 @@ class DeltaNetProjection(ColumnParallelLinear):
         sizes = self.shape.sizes
         return {key: sum(sizes[part] for part in key) for key in ("qkv", "z", "b", "a", "qkvz", "ba")}
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         row, shard_id = 0, str(loaded_shard_id)
         for part, (_, num_rows) in self.parts.items():
             if part in shard_id:
@@ -104,7 +104,7 @@ class CausalConvolution(nn.Module):
         rows, full = shape.conv_dim // tp.size, (shape.conv_dim, 1, shape.num_taps)
         self.weight = make_parameter((rows, shape.num_taps), {None: full}, self.weight_loader, Unquantized())
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded: Sliceable, shard_id: object = None) -> None:
         row = begin = 0
         for (start, num_rows), size in zip(self._parts, self._sizes, strict=True):
             param.stored.format.store(param, loaded[begin + start : begin + start + num_rows].squeeze(1), row)
@@ -136,7 +136,7 @@ class GatedDeltaNet(nn.Module):
         super().__init__()
         self.shape, self.eps, self.tp = shape.of_rank(tp), eps, tp
         options = tp, matmul
-        self.in_proj: Any = None
+        self.in_proj: DeltaNetProjection | None = None
         if isinstance(get_weight_format(), Unquantized):
             self.in_proj = DeltaNetProjection(hidden_size, shape, "qkvzba", *options)
         else:  # The gates b and a stay in the model's dtype.
@@ -155,7 +155,7 @@ class GatedDeltaNet(nn.Module):
         self.states: Tensor | None = None
         self.state_dtype = torch.float32
 
-    def _load_heads(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+    def _load_heads(self, param: LayerParameter, loaded: Sliceable, shard_id: object = None) -> None:
         first = self.tp.rank * len(param)
         param.data.copy_(loaded[first : first + len(param)])
 
@@ -186,7 +186,7 @@ class GatedDeltaNet(nn.Module):
         out = delta_rule_decode(*arguments)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
-    def _weights(self) -> tuple[Any, ...]:
+    def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
         return self.conv1d.weight, self.A_log, self.dt_bias, self.norm.weight, self.eps
 
     def _heads(self) -> tuple[int, int]:
@@ -195,7 +195,7 @@ class GatedDeltaNet(nn.Module):
     def input_projections(self) -> list[DeltaNetProjection]:
         return [self.in_proj_qkvz, self.in_proj_ba] if self.in_proj is None else [self.in_proj]
 
-    def _project(self, hidden: Normed) -> list[Any]:
+    def _project(self, hidden: Normed) -> list[Tensor]:
         """q, k and v side by side, z, b, a."""
         sizes = self.shape.sizes
         widths = [self.shape.conv_dim, sizes["z"]]

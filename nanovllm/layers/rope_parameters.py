@@ -3,12 +3,16 @@
 import logging
 import math
 from dataclasses import dataclass
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from nanovllm.utils.checks import is_number, quoted, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +158,7 @@ def _yarn_magnitude(factor: float, weight: float) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def rope_settings(hf_config: Any) -> dict[str, Any]:
+def rope_settings(hf_config: object) -> dict[str, Any]:
     """What a configuration says of RoPE, in transformers 5 (`rope_parameters`) or 4 (`rope_scaling`). Raises ValueError
     if it is no dictionary."""
     for name in ("rope_parameters", "rope_scaling"):
@@ -165,7 +169,7 @@ def rope_settings(hf_config: Any) -> dict[str, Any]:
     return {}
 
 
-def rope_parameters(hf_config: Any, layer_type: str | None = None) -> RopeParameters:
+def rope_parameters(hf_config: "PreTrainedConfig | SimpleNamespace", layer_type: str | None = None) -> RopeParameters:
     """The rope settings of a transformers configuration: of 4.51 (`rope_theta`, `rope_scaling` with "rope_type" or
     "type") or 5.x (`rope_parameters`). layer_type: the kind of layer, where the settings differ by it.
 

@@ -13,13 +13,14 @@ from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 from nanovllm.layers.embed_head import SHARD_MULTIPLE, ParallelLMHead, ReplicatedEmbedding
-from nanovllm.layers.formats.parameters import make_parameter, scale_while_loading
+from nanovllm.layers.formats.parameters import LayerParameter, Sliceable, make_parameter, scale_while_loading
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import (
     GatedQKVParallelLinear,
     KeysAsValuesParallelLinear,
     LinearBase,
+    LinearOptions,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
@@ -33,7 +34,7 @@ from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.state_cells import StateCells
 from nanovllm.layers.stores.store import Store
-from nanovllm.models.expert_tensors import ExpertPart, stacked_experts
+from nanovllm.models.expert_tensors import Content, ExpertPart, stacked_experts
 from nanovllm.models.hf_config import check_switches, get_head_dim
 from nanovllm.models.spec import DecoderSpec, LayerHeads
 from nanovllm.utils.context import get_context
@@ -72,7 +73,7 @@ class DecoderAttention(nn.Module):
         if of_layer.keys_are_values:
             projection = KeysAsValuesParallelLinear
         self.has_gate = spec.query_gate
-        options: Any = {"tp": tp, "matmul": matmul}
+        options: LinearOptions = {"tp": tp, "matmul": matmul}
         self.qkv_proj: QKVParallelLinear = projection(
             config.hidden_size, *heads, spec.qkv_bias, names=of_layer.names, **options
         )
@@ -135,7 +136,7 @@ class DecoderAttention(nn.Module):
             sigmoid_gate(attended, gate if rows is None else gate[rows])
         return attended
 
-    def load_sinks(self, param: Any, loaded: Any, shard_id: object = None) -> None:
+    def load_sinks(self, param: LayerParameter, loaded: Sliceable, shard_id: object = None) -> None:
         start = self.tp.rank * self.num_heads
         param.stored.format.store(param, loaded[start : start + self.num_heads])
 
@@ -151,7 +152,7 @@ class DecoderMLP(nn.Module):
     def __init__(self, config, spec: DecoderSpec, tp: TensorParallel, matmul: Matmul):
         super().__init__()
         hidden_size, intermediate_size = config.hidden_size, config.intermediate_size
-        options: Any = {"tp": tp, "matmul": matmul, "size_name": "intermediate_size"}
+        options: LinearOptions = {"tp": tp, "matmul": matmul, "size_name": "intermediate_size"}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, **options)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **options)
         self.gelu = GeluTanhAndMul() if spec.activation == "gelu_tanh" else None
@@ -185,8 +186,8 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config, spec: DecoderSpec, mixer: DecoderAttention | GatedDeltaNet, mlp: nn.Module):
         super().__init__()
-        self.self_attn: Any = mixer if isinstance(mixer, DecoderAttention) else None
-        self.linear_attn: Any = mixer if isinstance(mixer, GatedDeltaNet) else None
+        self.self_attn = mixer if isinstance(mixer, DecoderAttention) else None
+        self.linear_attn = mixer if isinstance(mixer, GatedDeltaNet) else None
         output_proj = mixer.o_proj if isinstance(mixer, DecoderAttention) else mixer.out_proj
         # Past nn.Module, which would list their parameters a second time.
         vars(self).update(mixer=mixer, output_proj=output_proj)
@@ -327,7 +328,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         """What this family's configuration asks for."""
 
     @staticmethod
-    def split_experts(name: str, content: Any) -> dict[str, ExpertPart]:
+    def split_experts(name: str, content: Content) -> dict[str, ExpertPart]:
         """What a tensor of a checkpoint consists of, if it is one of several experts (`expert_tensors`)."""
         return stacked_experts(name, content)
 

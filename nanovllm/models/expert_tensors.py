@@ -6,10 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.kernels.matmul.four_bit import UNIT
+from nanovllm.layers.formats.parameters import Slice
 
+Content = Tensor | Slice
 # A tensor's name, and the tensor or safetensors slice -> the parts that it consists of, by the names that they would
 # have as tensors of their own. Empty for a tensor that is no such one.
-Splitter = Callable[[str, Any], "dict[str, ExpertPart]"]
+Splitter = Callable[[str, Content], "dict[str, ExpertPart]"]
 
 
 class ExpertPart:
@@ -53,12 +55,12 @@ class ExpertPart:
         return self._content.get_dtype()
 
 
-def shape_of(content: Any) -> list[int]:
+def shape_of(content: Content) -> list[int]:
     """Of a tensor or a safetensors slice."""
     return list(content.shape) if isinstance(content, Tensor) else content.get_shape()
 
 
-def stacked_experts(name: str, content: Any) -> dict[str, ExpertPart]:
+def stacked_experts(name: str, content: Content) -> dict[str, ExpertPart]:
     """As transformers 5 holds them in memory: gate_up_proj `[num_experts, 2 * intermediate_size, hidden_size]`, of each
     expert the gate's rows and then up's, and down_proj `[num_experts, hidden_size, intermediate_size]`."""
     folder, _, kind = name.rpartition(".")
@@ -84,7 +86,7 @@ _ENDINGS = {
 }
 
 
-def interleaved_experts(name: str, content: Any) -> dict[str, ExpertPart]:
+def interleaved_experts(name: str, content: Content) -> dict[str, ExpertPart]:
     """As gpt-oss's checkpoints have them: gate and up take turns among the rows. Floats are transposed: gate_up_proj
     `[num_experts, hidden_size, 2 * intermediate_size]`. MXFP4 is not: gate_up_proj_blocks, of bytes `[num_experts, 2 *
     intermediate_size, hidden_size / 32, 16]`, and gate_up_proj_scales. Biases are gate_up_proj_bias."""

@@ -9,7 +9,7 @@ from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import DecoderForCausalLM
-from nanovllm.models.expert_tensors import ExpertPart, interleaved_experts
+from nanovllm.models.expert_tensors import Content, ExpertPart, interleaved_experts
 from nanovllm.models.hf_config import rope_of_layers, windows_of_layers
 from nanovllm.models.qwen3_moe import check_experts, count_experts
 from nanovllm.models.spec import DecoderSpec
@@ -31,7 +31,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         return DecoderSpec(ropes, windows, qkv_bias=bias, o_bias=bias, sinks=True)
 
     @staticmethod
-    def split_experts(name: str, content: Any) -> dict[str, ExpertPart]:
+    def split_experts(name: str, content: Content) -> dict[str, ExpertPart]:
         return interleaved_experts(name, content)
 
     @staticmethod

@@ -4,7 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,11 @@ from nanovllm.models.other_formats import other_format
 from nanovllm.models.quantization_config import read_quantization
 from nanovllm.models.registry import find_architecture, model_class
 from nanovllm.utils.checks import is_int, is_number, one_line, quoted, require
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Fields = Mapping[str, Any]  # of a configuration, not checked yet
 
 _REQUIRED = (
     "hidden_size",
@@ -43,7 +48,7 @@ _MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 1024  # The deepest published model has 126.
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.
-_SWITCHES: dict[str, Any] = {
+_SWITCHES: dict[str, bool | float | str | None] = {
     "attention_bias": False,
     "attn_output_gate": True,  # only Qwen3.5's configurations have the key
     "mlp_bias": False,
@@ -80,7 +85,7 @@ _SWITCHES: dict[str, Any] = {
 }
 
 
-def read_hf_config(directory: str) -> Any:
+def read_hf_config(directory: str) -> "PreTrainedConfig":
     """The transformers configuration of a model directory. Raises FileNotFoundError or ValueError, naming the file."""
     file = Path(directory, "config.json")
     if not os.path.lexists(file):
@@ -110,7 +115,7 @@ def read_hf_config(directory: str) -> Any:
         raise ValueError(f"{file}: cannot be used: {reason}") from error
 
 
-def _text_config(config: Any) -> Any:
+def _text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """The configuration of the text model, where it is a part of a larger model."""
     text = getattr(config, "text_config", None)
     if text is None:
@@ -122,7 +127,7 @@ def _text_config(config: Any) -> Any:
     return plain_config(text)
 
 
-def plain_config(config: Any) -> Any:
+def plain_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
     """The configuration with plain attributes. Where head_dim and num_key_value_heads differ between layers,
     transformers 5 keeps a configuration for each layer, and none of the sizes for all. Then the result has those of the
     layers with a window under these names, and the others' under the names of `_GLOBAL`, as in published checkpoints.
@@ -147,13 +152,13 @@ def plain_config(config: Any) -> Any:
     return PreTrainedConfig(**content)
 
 
-def check_hf_config(hf_config: Any, where: str) -> None:
+def check_hf_config(hf_config: "PreTrainedConfig", where: str) -> None:
     """Raises ValueError, naming `where` and the field, for a configuration that none of our models can be built from.
     Where every layer has experts and a shared one, intermediate_size becomes that one's."""
     _check_architecture(getattr(hf_config, "architectures", None), getattr(hf_config, "model_type", None), where)
     if getattr(hf_config, "intermediate_size", None) is None and hasattr(hf_config, "shared_expert_intermediate_size"):
         hf_config.intermediate_size = hf_config.shared_expert_intermediate_size
-    fields: dict[str, Any] = {name: getattr(hf_config, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
+    fields: Fields = {name: getattr(hf_config, name, None) for name in (*_REQUIRED, *_OPTIONAL)}
     missing = [name for name in _REQUIRED if fields[name] is None]
     if missing:
         raise ValueError(f"{where}: lacks {', '.join(missing)}")
@@ -182,7 +187,7 @@ def check_hf_config(hf_config: Any, where: str) -> None:
         raise ValueError(f"{where}: cannot be used: {one_line(error)}") from error
 
 
-def _check_global_heads(fields: Mapping[str, Any], where: str) -> None:
+def _check_global_heads(fields: Fields, where: str) -> None:
     """Those of layers without a window, where they differ."""
     head_dim, num_kv_heads = (fields[name] for name in _GLOBAL)
     require(f"{where}: global_head_dim", head_dim, not (head_dim or 0) % 2, "even")
@@ -191,7 +196,7 @@ def _check_global_heads(fields: Mapping[str, Any], where: str) -> None:
     require(f"{where}: num_global_key_value_heads", num_kv_heads, is_divisor, allowed)
 
 
-def supported_length(hf_config: Any) -> int:
+def supported_length(hf_config: "PreTrainedConfig") -> int:
     """Tokens of the longest sequence that the model supports: max_position_embeddings, or the length that YaRN extends
     the original one to. Dual chunk attention (An et al. 2024) is ordinary attention for one chunk, and we have no
     other."""
@@ -204,7 +209,7 @@ def supported_length(hf_config: Any) -> int:
     return min(limit, chunks["chunk_size"] - chunks["local_size"]) if chunks else limit
 
 
-def check_switches(hf_config: Any, read: frozenset[str]) -> None:
+def check_switches(hf_config: "PreTrainedConfig", read: frozenset[str]) -> None:
     """Raises ValueError, naming the key, if a configuration sets one of `_SWITCHES` that its family does not read."""
     for name, neutral in _SWITCHES.items():
         value = rope_settings(hf_config).get(name, getattr(hf_config, name, None))
@@ -222,7 +227,7 @@ def check_switches(hf_config: Any, read: frozenset[str]) -> None:
         _check_window_keys(hf_config, read)
 
 
-def _check_window_keys(hf_config: Any, read: frozenset[str]) -> None:
+def _check_window_keys(hf_config: "PreTrainedConfig", read: frozenset[str]) -> None:
     """Raises ValueError, naming the key, if a configuration with a window says which layers have it by a key that its
     family does not read: transformers ignores such a key."""
     names = ["use_sliding_window"]
@@ -235,12 +240,12 @@ def _check_window_keys(hf_config: Any, read: frozenset[str]) -> None:
             raise ValueError(f"{name}={quoted(value)}: is not supported for {hf_config.model_type}: {remedy}")
 
 
-def rope_of_layers(hf_config: Any) -> tuple[RopeParameters | None, ...]:
+def rope_of_layers(hf_config: "PreTrainedConfig") -> tuple[RopeParameters | None, ...]:
     """The same RoPE for each layer: `DecoderSpec.ropes` of most families."""
     return (rope_parameters(hf_config),) * hf_config.num_hidden_layers
 
 
-def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
+def windows_of_layers(hf_config: "PreTrainedConfig") -> tuple[int | None, ...]:
     """Each layer's sliding window: the number of keys that a token sees, its own included; None for all."""
     window = getattr(hf_config, "sliding_window", None)
     is_off = getattr(hf_config, "use_sliding_window", True) is False
@@ -252,7 +257,7 @@ def windows_of_layers(hf_config: Any) -> tuple[int | None, ...]:
     return tuple(window if is_local else None for is_local in local_layers(hf_config))
 
 
-def local_layers(hf_config: Any) -> list[bool]:
+def local_layers(hf_config: "PreTrainedConfig") -> list[bool]:
     """Which layers have the configured `sliding_window`. Transformers 5 lists `layer_types`. In 4 every n-th layer is a
     global one (`sliding_window_pattern`), or the first ones are (`max_window_layers`)."""
     num_layers = hf_config.num_hidden_layers
@@ -269,7 +274,7 @@ def local_layers(hf_config: Any) -> list[bool]:
     return [layer >= num_global for layer in layers]
 
 
-def get_head_dim(hf_config: Any) -> int:
+def get_head_dim(hf_config: "PreTrainedConfig") -> int:
     """Qwen2's configuration names no head_dim: there it is hidden_size / num_attention_heads."""
     return getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
 
@@ -288,7 +293,7 @@ def _check_architecture(architectures: Any, model_type: Any, where: str) -> None
     find_architecture(architectures, model_type, where)
 
 
-def _check_values(fields: Mapping[str, Any], where: str) -> None:
+def _check_values(fields: Fields, where: str) -> None:
     """Check those fields that are present and not None."""
     for name, value in fields.items():
         field = f"{where}: {name}"

@@ -1,6 +1,6 @@
 """What start-up and the tuner ask about a decoder: its kinds of layers, their matrix products and their sizes."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.linear_attention import GatedDeltaNet
 from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem, Problem
-from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.decoder import DecoderForCausalLM, DecoderLayer
 from nanovllm.models.mlp_with_experts import MLPWithExperts
 from nanovllm.models.plain import PlainQwen3
 
@@ -36,7 +36,7 @@ class LayerProduct(NamedTuple):
         return self.make(num_tokens)
 
 
-def layer_products(layer: Any) -> list[LayerProduct]:
+def layer_products(layer: DecoderLayer) -> list[LayerProduct]:
     """A DecoderLayer's matrix products on new tensors with arbitrary content.
 
     First those that every layer has: the input projection of attention or linear attention, and the output projection;
@@ -55,7 +55,7 @@ def layer_products(layer: Any) -> list[LayerProduct]:
     return products
 
 
-def _main_products(layer: Any) -> list[LayerProduct]:
+def _main_products(layer: DecoderLayer) -> list[LayerProduct]:
     mixer, o, mlp, mlp_norm = layer.mixer, layer.output_proj, layer.mlp, layer.post_attention_layernorm
     projection = mixer.input_projections()[0] if isinstance(mixer, GatedDeltaNet) else mixer.qkv_proj
     # Of o_proj and down_proj, which add to the residual stream unless a norm is in between.
@@ -125,7 +125,7 @@ def num_layer_params(model: DecoderForCausalLM) -> int:
     return num_params
 
 
-def _num_params(parameter: Any) -> int:
+def _num_params(parameter: nn.Parameter) -> int:
     format = stored(parameter).format
     if stored(parameter).is_scale:
         return 0
@@ -138,13 +138,13 @@ def attention_layers(model: DecoderForCausalLM) -> list[int]:
     return [i for i, layer in enumerate(layers) if layer.self_attn is not None]
 
 
-def one_of_each_kind(layers: Any) -> list[int]:
+def one_of_each_kind(layers: Iterable[DecoderLayer]) -> list[int]:
     """The index of the first layer of each kind. Layers of one kind launch the same kernels."""
     kinds = [_kind_of(layer) for layer in layers]
     return [i for i, kind in enumerate(kinds) if kind not in kinds[:i]]
 
 
-def _kind_of(layer: Any) -> tuple:
+def _kind_of(layer: DecoderLayer) -> tuple:
     """What chooses a layer's kernels: which parts it has, of which shapes, and what no parameter shows."""
     attention, top_ks = layer.self_attn, [each.top_k for each in layer.modules() if isinstance(each, MixtureOfExperts)]
     window = () if attention is None else (attention.rotary_emb is None, attention.attn.window, attention.head_dim)

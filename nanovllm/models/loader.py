@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.formats.parameters import FLOATS, Unpacking, stored
+from nanovllm.layers.formats.parameters import FLOATS, Index, Sliceable, Unpacking, stored
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.models.expert_tensors import Splitter, stacked_experts
 from nanovllm.models.model_files import check_readable, read_json
@@ -22,6 +22,12 @@ from nanovllm.models.other_formats import other_format
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.threads import torch_threads
+
+if TYPE_CHECKING:
+    from nanovllm.models.decoder import DecoderForCausalLM
+    from nanovllm.models.plain import PlainQwen3
+
+    LoadedModel = DecoderForCausalLM | PlainQwen3
 
 logger = logging.getLogger(__name__)
 
@@ -55,10 +61,10 @@ class _Tensor(NamedTuple):
 class _Scaled:
     """A safetensors slice, multiplied when it is read."""
 
-    def __init__(self, content: Any, factor: float):
+    def __init__(self, content: Sliceable, factor: float):
         self._content, self._factor = content, factor
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Index) -> torch.Tensor:
         return self._content[index].float() * self._factor
 
 
@@ -70,7 +76,7 @@ class _Wanted(NamedTuple):
     shape: tuple[int, ...]  # on all ranks together
 
 
-def load_model(model: Any, directory: str) -> None:
+def load_model(model: "LoadedModel", directory: str) -> None:
     """Fill every parameter from the safetensors files of a model directory.
 
     All names, shapes and dtypes are checked in the files' headers before the first byte is copied. A parameter's
@@ -97,7 +103,7 @@ class TensorFacts(NamedTuple):
     dtype: torch.dtype
 
 
-def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+def checked_tensors(model: "LoadedModel", pairs: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """{our name: tensor} of those (name in the checkpoint, tensor) that the model reads. Tensors that it ignores in a
     checkpoint, such as a head that is tied, it ignores here as well. Experts may also come as transformers 5 holds them
     in memory, those of a layer in one tensor.
@@ -128,7 +134,7 @@ def checked_tensors(model: Any, pairs: Iterable[tuple[str, torch.Tensor]]) -> di
 
 
 def _split_experts(
-    model: Any, pairs: Iterable[tuple[str, torch.Tensor]], wanted: Mapping[str, _Wanted]
+    model: "LoadedModel", pairs: Iterable[tuple[str, torch.Tensor]], wanted: Mapping[str, _Wanted]
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The pairs, with one for each expert and projection in place of those of all experts."""
     for pair in pairs:
@@ -154,14 +160,14 @@ def _is_no_bias(name: str, tensor: _Tensor) -> bool:
     return name.endswith(".bias") and not tensor.content[...].any()
 
 
-def load_tensors(model: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+def load_tensors(model: "LoadedModel", tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
     """Fill the parameters that these tensors stand for, by our names (`checked_tensors`)."""
     wanted = wanted_tensors(model)
     for name, tensor in tensors:
         _load(name, _Tensor(tensor, Path("weights")), wanted[name])
 
 
-def check_checkpoint(model: Any, directory: str) -> None:
+def check_checkpoint(model: "LoadedModel", directory: str) -> None:
     """Raise what `load_model` would raise for the headers. The model may be on the meta device."""
     with ExitStack() as stack:
         _check_all(wanted_tensors(model), _tensors_of(model, directory, stack), directory)
@@ -242,7 +248,7 @@ def load_dummy(model: nn.Module, seed: int, rank: int = 0) -> None:
             format.draw(param, of_all if is_whole else of_rank)
 
 
-def default_weight_loader(param: nn.Parameter, loaded: Any, shard_id: object) -> None:
+def default_weight_loader(param: nn.Parameter, loaded: Sliceable, shard_id: object) -> None:
     param.data.copy_(loaded[...])
 
 
@@ -269,7 +275,7 @@ def open_tensors(
     return {ours: tensor for name, tensor in tensors.items() if (ours := _our_name(name, prefixes))}
 
 
-def _tensors_of(model: Any, directory: str, stack: ExitStack) -> dict[str, _Tensor]:
+def _tensors_of(model: "LoadedModel", directory: str, stack: ExitStack) -> dict[str, _Tensor]:
     return open_tensors(directory, stack, model.checkpoint_prefixes, model.split_experts)
 
 

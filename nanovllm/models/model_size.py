@@ -1,7 +1,7 @@
 """What a model takes of memory, and whether it can be divided, from its shapes alone: nothing is allocated, and no file
 is read."""
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -17,7 +17,26 @@ from nanovllm.models.make_model import make_model
 from nanovllm.models.registry import model_class
 from nanovllm.models.spec import LayerHeads
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from nanovllm.models.loader import LoadedModel
+
 GIB = 2**30
+
+
+class ModelOptions(Protocol):
+    """What is read of a `Config`."""
+
+    model: str
+    hf_config: "PreTrainedConfig"
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    kv_cache_dtype: torch.dtype | None
+    weight_format: WeightFormat | None
+    tensor_parallel_size: int
+    max_model_len: int | None
+    kvcache_block_size: int
 
 
 class ModelBytes(NamedTuple):
@@ -37,7 +56,7 @@ class ModelBytes(NamedTuple):
 
 
 def make_meta_model(
-    hf_config: Any,
+    hf_config: "PreTrainedConfig",
     dtype: torch.dtype,
     format: WeightFormat | None = None,
     tp: TensorParallel | None = None,
@@ -50,7 +69,7 @@ def make_meta_model(
         return make_model(hf_config, dtype, torch.device("meta"), *args)
 
 
-def check_layers(config: Any) -> None:
+def check_layers(config: ModelOptions) -> None:
     """Raises ValueError, as `make_meta_model` does, if the layers of a `Config` cannot be made."""
     format = config.weight_format
     if format is None and config.tensor_parallel_size == 1:
@@ -63,7 +82,7 @@ def check_layers(config: Any) -> None:
         )
 
 
-def meta_model(config: Any, rank: int = 0) -> DecoderForCausalLM:
+def meta_model(config: ModelOptions, rank: int = 0) -> DecoderForCausalLM:
     """The model of an engine with this `Config`, as a rank has it, on the meta device. Raises MemoryError
     for a tensor of 2**63 bytes or more, which torch cannot describe."""
     tp = TensorParallel(rank, config.tensor_parallel_size)
@@ -80,7 +99,7 @@ def meta_model(config: Any, rank: int = 0) -> DecoderForCausalLM:
         ) from error
 
 
-def model_bytes(config: Any, model: Any) -> ModelBytes:
+def model_bytes(config: ModelOptions, model: "LoadedModel") -> ModelBytes:
     """Counts the bytes of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
     tp = TensorParallel(0, config.tensor_parallel_size)
     stores = model.make_stores(attention_shapes(config, tp, torch.device("meta"))[0], config.state_dtype)
@@ -91,7 +110,7 @@ def model_bytes(config: Any, model: Any) -> ModelBytes:
     return ModelBytes(weights, tables, per_block, per_cell)
 
 
-def attention_shapes(config: Any, tp: TensorParallel, device: torch.device) -> list[AttentionShape]:
+def attention_shapes(config: ModelOptions, tp: TensorParallel, device: torch.device) -> list[AttentionShape]:
     """The shapes that the layers of a rank's attention have in an engine with this `Config`."""
     c = config.hf_config
     spec = model_class(c).spec(c)

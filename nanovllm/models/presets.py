@@ -2,9 +2,12 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.models.hf_config import plain_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 _FAMILIES = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Name -> (organization of the hub, fields of its config.json in the spelling of transformers 4, which 5 reads too)
@@ -24,7 +27,7 @@ def find_preset(model: str) -> str | None:
     return name if known is not None and organization in ("", known[0]) else None
 
 
-def preset_config(name: str) -> Any:
+def preset_config(name: str) -> "PreTrainedConfig":
     """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name, ValueError if
     the installed transformers is older than the model."""
     _, fields = _PRESETS[name]

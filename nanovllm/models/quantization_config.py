@@ -2,12 +2,15 @@
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.layers.formats.all_formats import DECLARED
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.formats.fp8 import is_e4m3
 from nanovllm.utils.checks import one_line, quoted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Parts of a model that are never quantized, and those of a vision tower, which is not read. Others that a checkpoint
 # leaves unquantized do not load.
@@ -78,7 +81,7 @@ def _read(settings: Mapping, where: str) -> Quantization:
     return Quantization(format, bool(scheme))
 
 
-def checkpoint_quantization(hf_config: Any) -> Quantization:
+def checkpoint_quantization(hf_config: "PreTrainedConfig") -> Quantization:
     """What the configuration of a model says of its checkpoint."""
     settings = getattr(hf_config, "quantization_config", None)
     return read_quantization(settings, "quantization_config") if settings else Quantization()

@@ -1,9 +1,12 @@
 """The architectures that we have, by the names that config.json gives them."""
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.utils.checks import quoted
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 # Name -> the module that has a class of this name. A family is imported when a model asks for it.
 ARCHITECTURES = {
@@ -46,7 +49,7 @@ def find_architecture(architectures: list[str] | None, model_type: str | None, w
     )
 
 
-def model_class(hf_config: Any) -> Any:
+def model_class(hf_config: "PreTrainedConfig") -> Any:
     """The class that implements a transformers configuration. Raises ValueError for one that we do not have."""
     name = find_architecture(getattr(hf_config, "architectures", None), hf_config.model_type)
     return getattr(import_module(ARCHITECTURES[name]), name)

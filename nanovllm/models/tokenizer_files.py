@@ -7,10 +7,14 @@ import re
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.model_files import OTHER_FILES, download, find_directory, read_json
 from nanovllm.utils.checks import one_line, quoted
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +38,7 @@ _SAMPLES = (
 _SPACE, _DECODER = re.compile(r"[ \t\n\r]*"), json.JSONDecoder()
 
 
-def find_tokenizer(name: str, revision: str | None = None) -> Any:
+def find_tokenizer(name: str, revision: str | None = None) -> "PreTrainedTokenizerBase":
     """The tokenizer of a model, as an engine has it.
 
     name: a directory, or a hub id of which the files are downloaded. revision: of the hub id.
@@ -45,7 +49,7 @@ def find_tokenizer(name: str, revision: str | None = None) -> Any:
     return load_tokenizer(name, str(directory))
 
 
-def load_tokenizer(model: str, directory: str | None) -> Any:
+def load_tokenizer(model: str, directory: str | None) -> "PreTrainedTokenizerBase":
     """A transformers tokenizer that agrees with its tokenizer.json. Raises FileNotFoundError or ValueError, naming the
     file and the alternatives.
 
@@ -84,7 +88,7 @@ def load_tokenizer(model: str, directory: str | None) -> Any:
     return tokenizer
 
 
-def _load(cls: Any, directory: str) -> Any:
+def _load(cls: "type[AutoTokenizer | PreTrainedTokenizerBase]", directory: str) -> "PreTrainedTokenizerBase":
     # False, because None asks on standard input whether to run code of the checkpoint.
     tokenizer = cls.from_pretrained(directory, use_fast=True, trust_remote_code=False)
     # Without a vocabulary transformers 5 makes up an empty one.
@@ -138,7 +142,7 @@ def _own_code(directory: str) -> str | None:
     return names if isinstance(names, str) else None
 
 
-def _warn_without_bos(tokenizer: Any, directory: str) -> None:
+def _warn_without_bos(tokenizer: "PreTrainedTokenizerBase", directory: str) -> None:
     """Models with a SentencePiece vocabulary were trained on texts with a beginning, and say nonsense without one."""
     file = Path(directory, _MODEL)
     if not file.is_file() or tokenizer.bos_token_id is None or not _is_sentencepiece(file):
@@ -156,7 +160,7 @@ def _warn_without_bos(tokenizer: Any, directory: str) -> None:
 # -- the comparison with tokenizer.json --------------------------------------------------------------------------------
 
 
-def _agrees(tokenizer: Any, file: Path) -> bool:
+def _agrees(tokenizer: "PreTrainedTokenizerBase", file: Path) -> bool:
     """Whether a tokenizer splits and joins texts as its tokenizer.json does. Some classes of transformers take only the
     vocabulary from the file, and the rest is what their first model had. True where there is no such file, or the
     tokenizer is written in Python."""
@@ -181,7 +185,7 @@ def _agrees(tokenizer: Any, file: Path) -> bool:
     return True
 
 
-def _own_settings(backend: Any) -> dict[str, Any]:
+def _own_settings(backend: "Tokenizer") -> dict[str, Any]:
     """What `_stored_settings` returns, of a tokenizer in memory."""
     parts = {name: getattr(backend, name) for name in _COMPONENTS}
     settings = {name: None if part is None else json.loads(part.__getstate__()) for name, part in parts.items()}

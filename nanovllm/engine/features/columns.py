@@ -8,6 +8,8 @@ from torch import Tensor
 from nanovllm.engine.step import Rows, Step, StepKind
 from nanovllm.layers.backends.backend import AttentionBackend, Layout
 
+ContextFields = dict[str, Any]  # some of a `Context`
+
 
 class Columns:
     """Arrays that go to the device with a step's tokens, in the same copy. A feature declares them here, so the core
@@ -42,7 +44,7 @@ class Columns:
         """Its arrays of a prefill, each of any shape."""
         return {}
 
-    def context(self, arrays: dict[str, Tensor], num_rows: int, kind: StepKind) -> dict[str, Any]:
+    def context(self, arrays: dict[str, Tensor], num_rows: int, kind: StepKind) -> ContextFields:
         """Fields of the `Context` of a step that is no prefill. Where it runs for a CUDA graph, later steps replace the
         content.
 
@@ -50,7 +52,7 @@ class Columns:
         """
         return {}
 
-    def prefill_context(self, arrays: dict[str, Tensor]) -> dict[str, Any]:
+    def prefill_context(self, arrays: dict[str, Tensor]) -> ContextFields:
         """Fields of the `Context` of a prefill. arrays: those of all columns."""
         return {}
 

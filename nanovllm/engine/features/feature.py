@@ -43,10 +43,10 @@ class Feature(Columns):
 
     option: str
 
-    def check(self, value: Any) -> None:
+    def check(self, value: object) -> None:
         """Raises ValueError or TypeError if a request cannot ask for this value of the option."""
 
-    def value(self, seq: Sequence, default: Any = None) -> Any:
+    def value(self, seq: Sequence, default: object = None) -> Any:
         """What a sequence's request asks for; default if it does not ask."""
         return dict(seq.request.params.extra_args).get(self.option, default)
 

@@ -3,9 +3,10 @@
 import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from multiprocessing.shared_memory import SharedMemory
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -30,9 +31,9 @@ class Ranks:
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []
-        self.events: list[Any] = []
+        self.events: list[Connection] = []
 
-    def meet(self, run: Callable[..., Any]) -> TensorParallel:
+    def meet(self, run: Callable[..., object]) -> TensorParallel:
         """This rank's place among all ranks, once they are connected. run: a ModelRunner's class, for the others."""
         return TensorParallel()
 

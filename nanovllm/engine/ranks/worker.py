@@ -59,7 +59,7 @@ class WorkerSide(Ranks):
         self._calls = CallReader(seat.segment, seat.event)
         self.shm = self._calls.segment
 
-    def meet(self, run: Callable[..., Any]) -> TensorParallel:
+    def meet(self, run: Callable[..., object]) -> TensorParallel:
         config, device = self._seat.config, device_of_rank(self._seat.config, self._seat.rank)
         tp = join_group(open_store(self._seat.store_folder), self._seat.rank, config.tensor_parallel_size, device)
         return share_memory(tp, config, device)

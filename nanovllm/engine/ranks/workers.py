@@ -79,7 +79,7 @@ class Workers(Ranks):
         self._store_folder = os.path.join(_store_parent(), f"nanovllm-{secrets.token_hex(8)}")
         self._watcher = threading.Thread(target=self._watch, name="nanovllm-workers", daemon=True)
 
-    def _start(self, run: Callable[..., Any]) -> None:
+    def _start(self, run: Callable[..., object]) -> None:
         """Start them, and wait until they have the segment."""
         with processes_with_safe_path():  # Shared memory may start multiprocessing's resource tracker.
             self._channel = channel = CallWriter(self._size - 1, self.check)
@@ -90,7 +90,7 @@ class Workers(Ranks):
         self._wait_for("attached")
         channel.unlink()
 
-    def _start_processes(self, channel: CallWriter, run: Callable[..., Any]) -> None:
+    def _start_processes(self, channel: CallWriter, run: Callable[..., object]) -> None:
         config = self._config
         context = multiprocessing.get_context("spawn")
         # Plain fields for hf_config: to unpickle its class a worker would import transformers, which takes long.
@@ -124,7 +124,7 @@ class Workers(Ranks):
 
     # -- what rank 0 does with them --------------------------------------------------------------------------------
 
-    def meet(self, run: Callable[..., Any]) -> TensorParallel:
+    def meet(self, run: Callable[..., object]) -> TensorParallel:
         """Start them. Rank 0's place among all ranks, once all of them are connected. Raises WorkerError."""
         self._start(run)
         store = open_store(self._store_folder)
@@ -260,8 +260,8 @@ class Workers(Ranks):
 
     def _watch(self) -> None:
         """Watch them until one fails, or they are to end."""
-        ranks: dict[Any, int] = {connection: rank for rank, connection in self._reports.items()}
-        beating: dict[Any, int] = {connection: rank for rank, connection in self._heartbeats.items()}
+        ranks = {connection: rank for rank, connection in self._reports.items()}
+        beating = {connection: rank for rank, connection in self._heartbeats.items()}
         silence = dict.fromkeys(self._reports, 0.0)  # rank -> seconds since its last sign of life
         before = time.monotonic()
         while True:

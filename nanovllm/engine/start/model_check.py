@@ -2,13 +2,16 @@
 
 import logging
 from copy import copy
-from typing import Any
+from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.models.loader import check_checkpoint, has_other_head
 from nanovllm.models.model_size import GIB, meta_model, model_bytes
 from nanovllm.models.registry import model_class
 from nanovllm.utils.host_memory import host_memory
+
+if TYPE_CHECKING:
+    from nanovllm.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +47,7 @@ def _untie_other_head(config: Config) -> None:
         config.hf_config.tie_word_embeddings = False
 
 
-def _check_memory(config: Config, model: Any, rank: int, free: int) -> None:
+def _check_memory(config: Config, model: "LoadedModel", rank: int, free: int) -> None:
     sizes = model_bytes(config, model)
     needed = sizes.weights + sizes.tables
     if config.device == "cpu":

@@ -132,7 +132,7 @@ class CompileProcesses:
     def __enter__(self) -> "CompileProcesses":
         return self
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         for process in self._processes:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)  # with the assembler that it may have started

@@ -1,7 +1,7 @@
 """A rank's memory, given back for a while to whoever else needs it."""
 
 import gc
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -11,6 +11,9 @@ from nanovllm.engine.start.memory import free_memory, free_stores
 from nanovllm.engine.start.weights import load_weights
 from nanovllm.layers.stores.store import Store
 
+if TYPE_CHECKING:
+    from nanovllm.models.loader import LoadedModel
+
 
 class SleepyRunner(Protocol):
     """What of a ModelRunner can be given back."""
@@ -18,7 +21,7 @@ class SleepyRunner(Protocol):
     config: Config
     rank: int
     device: torch.device
-    model: Any
+    model: "LoadedModel"
     stores: list[Store]
     num_cells: int
     has_graphs: bool

@@ -1,9 +1,9 @@
 """An engine's start on one rank, around what its ModelRunner builds."""
 
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from typing_extensions import Self
@@ -32,7 +32,7 @@ class StartingRunner(StepRunner, Protocol):
 
     rank: int
     event: Ranks
-    on_device: Any
+    on_device: AbstractContextManager
     attention_shape: AttentionShape
     quack: Quack | None
     kv_store: PagedKVCache

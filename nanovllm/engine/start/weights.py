@@ -1,7 +1,7 @@
 """Weights of a rank's model: loaded at the start, and overwritten later."""
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,8 +10,11 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.loader import TensorFacts, load_dummy, load_model, load_tensors
 from nanovllm.utils.loader import load_model as load_plain_model
 
+if TYPE_CHECKING:
+    from nanovllm.models.loader import LoadedModel
 
-def load_weights(config: Config, model: Any, rank: int) -> None:
+
+def load_weights(config: Config, model: "LoadedModel", rank: int) -> None:
     if config.load_format == "dummy":
         load_dummy(model, config.seed or 0, rank)
     elif config.plain:
@@ -23,7 +26,7 @@ def load_weights(config: Config, model: Any, rank: int) -> None:
 
 
 def overwrite_weights(
-    model: Any, tensors: Mapping[str, torch.Tensor | TensorFacts], tp: TensorParallel, device: torch.device
+    model: "LoadedModel", tensors: Mapping[str, torch.Tensor | TensorFacts], tp: TensorParallel, device: torch.device
 ) -> None:
     """Overwrite the parameters that these tensors of a checkpoint stand for, by our names. Rank 0 has the tensors; a
     worker has facts about them, and gets them from rank 0. Addresses stay, so CUDA graphs do too."""

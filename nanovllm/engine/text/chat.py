@@ -5,16 +5,24 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from nanovllm.sampling_params import misplaced_option
 from nanovllm.utils.checks import one_line, quoted, refuse_constant, shortened
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Message = dict[str, Any]
 Conversation = list[Message]
-Tool = dict[str, Any] | Callable
+Messages = Iterable[Message] | Iterable[Iterable[Message]]  # one conversation or several, not checked yet
+ToolCall = dict[str, Any]
+Schema = dict[str, Any]  # of a tool, as OpenAI writes it
+Tool = Schema | Callable
+Template = str | os.PathLike  # a Jinja template, or its file
+Variables = dict[str, Any]  # of a template
 
 _OF_CHAT = ("add_generation_prompt", "chat_template", "continue_final_message", "messages", "tools")
 # Arguments of apply_chat_template that are no variables of a template.
@@ -51,7 +59,7 @@ def as_conversations(messages: Any) -> list[Conversation]:
     return conversations
 
 
-def _check_message(message: Any, where: str) -> Message:
+def _check_message(message: object, where: str) -> Message:
     if not isinstance(message, Mapping):
         raise ValueError(f"{where}: must be a dict with role and content, not {type(message).__name__}")
     role, content = message.get("role"), message.get("content")
@@ -72,7 +80,7 @@ def _check_message(message: Any, where: str) -> Message:
     return checked | {"content": [dict(part) for part in content]}
 
 
-def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
+def _check_tool_calls(calls: object, where: str) -> list[ToolCall]:
     if not isinstance(calls, list | tuple):
         raise ValueError(f"{where}: tool_calls must be a list, not {type(calls).__name__}")
     checked = []
@@ -92,14 +100,14 @@ def _check_tool_calls(calls: Any, where: str) -> list[dict[str, Any]]:
     return checked
 
 
-def _as_arguments(value: Any) -> dict[str, Any]:
+def _as_arguments(value: object) -> dict[str, Any]:
     parsed = json.loads(value or "{}", parse_constant=refuse_constant) if isinstance(value, str) else value
     if not isinstance(parsed, Mapping):
         raise ValueError(f"{quoted(value)} is none")
     return dict(parsed)
 
 
-def _read_template(chat_template: Any, names: Any) -> str | None:
+def _read_template(chat_template: object, names: object) -> str | None:
     """The template of an argument: its text, the file that it names, or one of the tokenizer's templates by its name.
     Raises TypeError or ValueError, naming the argument."""
     if chat_template is None or (isinstance(chat_template, str) and isinstance(names, dict) and chat_template in names):
@@ -128,7 +136,7 @@ def _is_template(text: str) -> bool:
     return "{{" in text or "{%" in text
 
 
-def _check_template_kwargs(chat_template_kwargs: Any) -> None:
+def _check_template_kwargs(chat_template_kwargs: object) -> None:
     """Raises TypeError or ValueError, naming the argument."""
     if chat_template_kwargs is None:
         return
@@ -145,7 +153,7 @@ def _check_template_kwargs(chat_template_kwargs: Any) -> None:
             )
 
 
-def as_tools(tools: Any) -> list[dict[str, Any]] | None:
+def as_tools(tools: Iterable[Tool] | None) -> list[Schema] | None:
     """The schemas of tools, as chat templates read them; None if there are none.
 
     Args:
@@ -160,7 +168,7 @@ def as_tools(tools: Any) -> list[dict[str, Any]] | None:
     return [_as_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
 
 
-def _as_schema(tool: Any, where: str) -> dict[str, Any]:
+def _as_schema(tool: object, where: str) -> Schema:
     if isinstance(tool, Mapping):
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -188,19 +196,19 @@ def misplaced_chat_option(name: str, value: object) -> str:
 class TemplateRenderer:
     """Renders conversations with one tokenizer's chat template, or another."""
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None"):
+        self._tokenizer: Any = tokenizer  # Their types leave open what a call returns.
         self._expected_content = lru_cache(_MAX_KNOWN)(self._find_expected_content)
         self._expects_json = lru_cache(_MAX_KNOWN)(self._find_whether_json_is_expected)
 
     def render(
         self,
-        messages: Any,
-        chat_template: Any,
-        chat_template_kwargs: dict[str, Any] | None,
-        tools: Any,
+        messages: Messages,
+        chat_template: Template | None,
+        chat_template_kwargs: Variables | None,
+        tools: Iterable[Tool] | None,
         needed: Iterable[str] = (),
-        **options: bool,
+        **options: Any,
     ) -> list[str]:
         """The text of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
 
@@ -234,7 +242,7 @@ class TemplateRenderer:
                 raise ValueError(f"conversation {i}: {error}") from error
         return texts
 
-    def _render(self, conversation: Conversation, options: dict[str, Any]) -> str:
+    def _render(self, conversation: Conversation, options: Variables) -> str:
         """Raises ValueError."""
         try:
             return self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
@@ -264,7 +272,7 @@ class TemplateRenderer:
         may pass it through macros."""
         expected = []
         parts = [{"type": "text", "text": probe} for probe in _PROBES]
-        forms: dict[str, Any] = {"text": " ".join(_PROBES), "parts": parts}
+        forms = {"text": " ".join(_PROBES), "parts": parts}
         for name, content in forms.items():
             other: Message = {"role": "user", "content": "x"}
             message: Message = {"role": role, "content": content}
@@ -295,7 +303,7 @@ class TemplateRenderer:
             return ""
 
 
-def _with_json(call: dict[str, Any]) -> dict[str, Any]:
+def _with_json(call: ToolCall) -> ToolCall:
     """A tool call with its arguments as text."""
     function = call.get("function", call)
     function = function | {"arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}

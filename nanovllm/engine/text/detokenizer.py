@@ -4,9 +4,13 @@ import json
 from collections.abc import Sequence as Tokens
 from functools import cached_property
 from itertools import pairwise, takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    from tokenizers.decoders import Decoder
+    from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\ufffd"  # UTF-8 decoders write it for bytes that are no character, or not yet one.
 
@@ -67,8 +71,8 @@ class Detokenizer:
         byte_tokens: {token id: byte} of those that ByteFallback decodes together. Empty for decoders without it.
     """
 
-    def __init__(self, tokenizer: Any):
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self._tokenizer: Any = tokenizer  # Their types leave open what a call returns.
         backend = getattr(tokenizer, "backend_tokenizer", None)  # None for a tokenizer written in Python
         self._backend = backend if backend is not None and _decodes_by_backend(tokenizer) else None
         steps = [] if self._backend is None else _steps(self._backend.decoder)
@@ -185,7 +189,7 @@ def text_end(seq: Sequence) -> tuple[int, str]:
     return (end - 1, completion.stop_reason) if isinstance(completion.stop_reason, str) else (end, "")
 
 
-def _decodes_by_backend(tokenizer: Any) -> bool:
+def _decodes_by_backend(tokenizer: "PreTrainedTokenizerBase") -> bool:
     """Whether its class leaves decoding to the tokenizers library."""
     from transformers import PreTrainedTokenizerFast
 
@@ -193,7 +197,7 @@ def _decodes_by_backend(tokenizer: Any) -> bool:
     return all(getattr(type(tokenizer), name) is getattr(PreTrainedTokenizerFast, name) for name in names)
 
 
-def _steps(decoder: Any) -> list[str]:
+def _steps(decoder: "Decoder | None") -> list[str]:
     """The decoders of the tokenizers library that a decoder applies in turn. Empty if it is written in Python."""
     try:
         state: dict[str, Any] = json.loads(decoder.__getstate__()) if decoder is not None else {"type": "Fuse"}

@@ -1,5 +1,6 @@
 """What callers get: results, deltas of a stream, counters of the engine. docs/reference.md describes them."""
 
+from collections.abc import Mapping
 from typing import Any, NoReturn, TypeVar, cast
 
 from typing_extensions import NotRequired, TypedDict
@@ -95,12 +96,12 @@ class Result(dict):
         )
 
 
-_Dict = TypeVar("_Dict")
+_Dict = TypeVar("_Dict", bound=Mapping[str, object])
 
 
 def as_result(values: _Dict) -> _Dict:
     """The same dict, for callers."""
-    return cast(_Dict, Result(cast(Any, values)))
+    return cast(_Dict, Result(values))
 
 
 def engine_stats(scheduler: Scheduler, num_steps: int, seconds: float) -> EngineStats:

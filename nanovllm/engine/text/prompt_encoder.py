@@ -3,10 +3,13 @@
 import logging
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.text.chat import TemplateRenderer
+from nanovllm.engine.text.chat import Messages, Template, TemplateRenderer, Tool, Variables
 from nanovllm.engine.text.prompts import Prompt, read_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -18,7 +21,14 @@ CHARACTERS_PER_TOKEN = 10
 class PromptEncoder:
     """Encodes prompts and conversations with one tokenizer."""
 
-    def __init__(self, tokenizer: Any, max_len: int | None = None, remedy: str = "shorten it, or raise max_model_len"):
+    _tokenizer: Any  # None without one: `check_text` refuses texts then.
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase | None",
+        max_len: int | None = None,
+        remedy: str = "shorten it, or raise max_model_len",
+    ):
         """
         Args:
             tokenizer: None accepts token ids only.
@@ -29,7 +39,7 @@ class PromptEncoder:
         self._renderer = TemplateRenderer(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
 
-    def encode(self, prompts: Iterable[Prompt], **options: Any) -> list[Any]:
+    def encode(self, prompts: Iterable[Prompt], **options: bool) -> list[Any]:
         """The token ids of each prompt, or the ValueError or TypeError that says what is wrong with it. All texts go
         through the tokenizer in one batch. Token ids are not checked: the vocabulary is the model's.
 
@@ -59,7 +69,7 @@ class PromptEncoder:
                 found[i] = token_ids
         return found
 
-    def encode_chats(self, messages: Any, *arguments: Any, **options: Any) -> list[list[int]]:
+    def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[list[int]]:
         """Token ids of each conversation. The arguments are those of TemplateRenderer.render. Raises ValueError or
         TypeError, naming the argument or the conversation."""
         # The template writes the special tokens.
@@ -70,7 +80,12 @@ class PromptEncoder:
         return encoded
 
     def encode_chat(
-        self, conversation: Any, template: Any = None, tools: Any = None, kwargs: Any = None, needed: Any = ()
+        self,
+        conversation: Any,
+        template: Template | None = None,
+        tools: Iterable[Tool] | None = None,
+        kwargs: Variables | None = None,
+        needed: Iterable[str] = (),
     ) -> list[int]:
         """Token ids of one conversation that is to be answered. As encode_chats, but errors do not name the
         conversation."""
@@ -119,15 +134,15 @@ class PromptEncoder:
 class ChatRenderer:
     """Token ids of conversations, by one tokenizer's chat template or another."""
 
-    def __init__(self, tokenizer: Any):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase | None"):
         self._encoder = PromptEncoder(tokenizer)
 
     def render(
         self,
-        messages: Any,
-        chat_template: Any,
-        chat_template_kwargs: dict[str, Any] | None,
-        tools: Any,
+        messages: Messages,
+        chat_template: Template | None,
+        chat_template_kwargs: Variables | None,
+        tools: Iterable[Tool] | None,
         **options: bool,
     ) -> list[list[int]]:
         """Token ids of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.

@@ -15,6 +15,8 @@ from nanovllm.utils.checks import quoted
 # A text, token ids, {"prompt": text}, {"prompt_token_ids": token ids}, or a tokenizer's output for one text.
 Prompt = str | Sequence[int] | Mapping[str, Any]
 
+Params = SamplingParams | Iterable[SamplingParams] | None  # one for all, one each, or the defaults
+
 # What a tokenizer's output may hold beside input_ids. Anything else, such as pixel_values, would be lost.
 _ENCODING_KEYS = {
     *("input_ids", "attention_mask", "token_type_ids", "position_ids", "special_tokens_mask", "offset_mapping"),
@@ -26,7 +28,7 @@ _FORMS = (
 )
 
 
-def as_prompts(prompts: Any, name: str = "prompts", tokenizer: Any = None) -> Iterable[Prompt]:
+def as_prompts(prompts: Any, name: str = "prompts", tokenizer: object = None) -> Iterable[Prompt]:
     """The prompts in a caller's argument, called `name`.
 
     One prompt becomes a batch of one. A tokenizer's output and an array of two dimensions become a batch of their rows;
@@ -104,7 +106,7 @@ def _describe(given: object) -> str:
     return f"{{{', '.join(f'{quoted(key)}: {type(given[key]).__name__}' for key in list(given)[:5])}}}"
 
 
-def _plain(values: Any) -> Any:
+def _plain(values: object) -> Any:
     """An array's, tensor's or column's elements as a list, which is far faster to iterate; others as they are. None for
     what can be iterated, but holds no prompts or token ids in an order: tables, sets and bytes."""
     if isinstance(values, set | frozenset | bytes | bytearray | memoryview) or hasattr(values, "columns"):
@@ -112,14 +114,14 @@ def _plain(values: Any) -> Any:
     return values.tolist() if hasattr(values, "tolist") else values
 
 
-def _is_flat(values: Sequence[Any]) -> bool:
+def _is_flat(values: Sequence[object]) -> bool:
     """Whether these are one or more numbers. If the first is not, the others are not read."""
     if not len(values) or not _is_number(values[0]):
         return False
     return all(issubclass(kind, Number) or kind is type(values[0]) for kind in set(map(type, values)))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
     return isinstance(value, Number) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str | bytes))
 
 
@@ -150,7 +152,7 @@ def as_array(token_ids: list[int], vocab_size: int) -> array:
     raise ValueError(f"token id {quoted(bad)} is outside the vocabulary, 0..{vocab_size - 1}")
 
 
-def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
+def params_per_prompt(params: Params, num_prompts: int) -> list[SamplingParams]:
     """A list with one for each prompt. params: one for all, a list (whose items are not checked), or None: defaults."""
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
@@ -162,7 +164,7 @@ def params_per_prompt(params: Any, num_prompts: int) -> list[SamplingParams]:
     return params
 
 
-def pair_lazily(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt, SamplingParams]]:
+def pair_lazily(prompts: Iterable[Prompt], params: Params) -> Iterator[tuple[Prompt, SamplingParams]]:
     """Prompts with their SamplingParams, given as to params_per_prompt; both may be long iterables. Raises ValueError
     when one of them ends before the other."""
     if params is None or isinstance(params, SamplingParams):
@@ -170,8 +172,10 @@ def pair_lazily(prompts: Iterable[Prompt], params: Any) -> Iterator[tuple[Prompt
     return _pair_strictly(prompts, _check_iterable(params))
 
 
-def _pair_strictly(prompts: Iterable[Prompt], params: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-    missing = object()
+def _pair_strictly(
+    prompts: Iterable[Prompt], params: Iterable[SamplingParams]
+) -> Iterator[tuple[Prompt, SamplingParams]]:
+    missing: Any = object()
     for i, (prompt, p) in enumerate(zip_longest(prompts, params, fillvalue=missing)):
         if prompt is missing or p is missing:
             shorter, longer = ("prompts", "sampling_params") if prompt is missing else ("sampling_params", "prompts")
@@ -181,7 +185,7 @@ def _pair_strictly(prompts: Iterable[Prompt], params: Iterable[Any]) -> Iterator
         yield prompt, p
 
 
-def _check_iterable(params: Any) -> Iterable[Any]:
+def _check_iterable(params: object) -> Iterable[SamplingParams]:
     if isinstance(params, str | Mapping) or not isinstance(params, Iterable):
         raise TypeError(f"sampling_params: must be a SamplingParams or a list of them, not {type(params).__name__}")
     return params

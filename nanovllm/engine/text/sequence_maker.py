@@ -3,7 +3,7 @@
 import secrets
 from array import array
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from xxhash import xxh64_intdigest
 
@@ -19,6 +19,9 @@ from nanovllm.engine.text.text_stream import TextStream
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 
 class SequenceMaker:
     """Checks requests and makes their sequences.
@@ -29,7 +32,7 @@ class SequenceMaker:
         detokenizer: None without a tokenizer.
     """
 
-    def __init__(self, config: Config, tokenizer: Any, length_limit: LengthLimit):
+    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase | None", length_limit: LengthLimit):
         """tokenizer: None accepts token ids only."""
         self.num_requests = 0
         self.encoder = PromptEncoder(tokenizer, length_limit.max_seq_len, length_limit.remedy)
@@ -137,7 +140,7 @@ class SequenceMaker:
             seqs.append(Sequence(tokens, params, request, completion, of_sample))
         return seqs
 
-    def encode_all(self, prompts: list[Prompt], name: str, **options: Any) -> list[array]:
+    def encode_all(self, prompts: list[Prompt], name: str, **options: bool) -> list[array]:
         """Token ids of each prompt. Raises ValueError or TypeError, with the name and the index of a wrong one."""
         encoded = []
         for i, token_ids in enumerate(self.encoder.encode(prompts, **options)):

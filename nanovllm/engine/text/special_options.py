@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 from nanovllm.config import Config
 from nanovllm.engine.features.logits.logit_edits import LogitEdits, tokenize_bad_words
@@ -13,6 +13,9 @@ from nanovllm.layers.sampling.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.sized_cache import SizedCache
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _MAX_LOGIT_EDITS_BYTES = 2**26  # kept for later requests
 _MAX_STOP_CHARACTERS = 2**22  # likewise
@@ -35,7 +38,7 @@ NOTHING_SPECIAL = Special()
 class SpecialOptions:
     """Reads such options. Requests of a batch often share them, so what they need is kept."""
 
-    def __init__(self, config: Config, tokenizer: Any, detokenizer: Detokenizer | None):
+    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase | None", detokenizer: Detokenizer | None):
         """tokenizer, detokenizer: None with skip_tokenizer_init."""
         self._tokenizer, self._detokenizer = tokenizer, detokenizer
         self._vocab_size, self._eos = config.hf_config.vocab_size, config.eos

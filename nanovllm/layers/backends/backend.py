@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -104,7 +104,7 @@ class AttentionBackend(ABC):
         """
         return {}
 
-    def arguments(self, arrays: dict[str, Tensor], num_rows: int, shares_reads: bool = False) -> Any:
+    def arguments(self, arrays: dict[str, Tensor], num_rows: int, shares_reads: bool = False) -> object:
         """`Context.attention` of a decode step. Where it runs for a CUDA graph, later steps replace the content.
 
         Args:

@@ -2,10 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypeVar
 
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 
+T = TypeVar("T")
 Heads = tuple[int, int]  # KV heads of this rank, head_dim
 
 
@@ -68,7 +69,7 @@ def _name(heads: Heads, name: str) -> str:
     return f"{heads[0]}x{heads[1]} {name}"
 
 
-def _own(arrays: Mapping[str, Any], heads: Heads) -> dict[str, Any]:
+def _own(arrays: Mapping[str, T], heads: Heads) -> dict[str, T]:
     """A step's arrays, and those of one back end under its own names."""
     beginning = _name(heads, "")
     return dict(arrays) | {

@@ -13,10 +13,24 @@ from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
-from nanovllm.layers.formats.parameters import load_rows, make_parameter, stored
+from nanovllm.layers.formats.parameters import (
+    LayerParameter,
+    Shards,
+    Sliceable,
+    WeightLoader,
+    load_rows,
+    make_parameter,
+    stored,
+)
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.linear import MergedColumnParallelLinear, ReplicatedLinear, RowParallelLinear, columns_of_rank
+from nanovllm.layers.linear import (
+    LinearOptions,
+    MergedColumnParallelLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+    columns_of_rank,
+)
 from nanovllm.layers.matmul.matmul import Matmul, Products, compute
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.parallel.rank_sums import add_over_ranks
@@ -28,12 +42,13 @@ class ExpertsLinear(nn.Module):
     """The same layer of all experts: `weight`, `[num_experts, N, K]`, its scales if its format has some, and perhaps a
     bias `[num_experts, N]`. Shard ids are (expert, shard id of a layer without experts)."""
 
-    weight: nn.Parameter
+    weight: LayerParameter
+    weight_scale: LayerParameter  # in a format with scales
     bias: nn.Parameter | None
-    weight_loader: Any
-    bias_loader: Any
+    weight_loader: WeightLoader
+    bias_loader: WeightLoader
 
-    def __init__(self, num_experts: int, shape: tuple[int, int], shards: dict, bias: bool, tp: TensorParallel):
+    def __init__(self, num_experts: int, shape: tuple[int, int], shards: Shards, bias: bool, tp: TensorParallel):
         """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
         super().__init__()
         self.tp = tp
@@ -63,7 +78,7 @@ class ColumnParallelExperts(ExpertsLinear):
         shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
         super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, bias, tp)
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, int]) -> None:
+    def weight_loader(self, param: LayerParameter, loaded: Sliceable, shard_id: tuple[int, int]) -> None:
         expert, part = shard_id
         load_rows(param, part * self.num_rows, loaded, self.tp.rank * self.num_rows, self.num_rows, expert)
 
@@ -77,10 +92,10 @@ class RowParallelExperts(ExpertsLinear):
         shards = {None: (hidden_size, intermediate_size)}
         super().__init__(num_experts, (hidden_size, intermediate_size // tp.size), shards, bias, tp)
 
-    def weight_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
+    def weight_loader(self, param: LayerParameter, loaded: Sliceable, shard_id: tuple[int, None]) -> None:
         param.stored.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
 
-    def bias_loader(self, param: Any, loaded: Any, shard_id: tuple[int, None]) -> None:
+    def bias_loader(self, param: LayerParameter, loaded: Sliceable, shard_id: tuple[int, None]) -> None:
         param.stored.format.store(param, loaded[:], expert=shard_id[0])
 
     @property
@@ -119,10 +134,10 @@ class Router(ReplicatedLinear):
         super().__init__(hidden_size, num_rows, bias, tp=tp, matmul=matmul)
         if has_gate:
             shards = {"router": (num_experts, hidden_size), "shared": (1, hidden_size)}
-            self.weight.shards |= shards  # type: ignore[attr-defined]
+            self.weight.shards |= shards
             self.weight.data[num_experts + 1 :] = 0
 
-    def weight_loader(self, param: Any, loaded_weight: Any, loaded_shard_id: object = None) -> None:
+    def weight_loader(self, param: LayerParameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         param.stored.format.store(param, loaded_weight[:], self.num_experts if loaded_shard_id == "shared" else 0)
 
 
@@ -131,7 +146,7 @@ class SharedExpert(nn.Module):
 
     def __init__(self, hidden_size: int, intermediate_size: int, tp: TensorParallel, matmul: Matmul):
         super().__init__()
-        options: Any = {"tp": tp, "matmul": matmul, "size_name": "shared_expert_intermediate_size"}
+        options: LinearOptions = {"tp": tp, "matmul": matmul, "size_name": "shared_expert_intermediate_size"}
         self.gate_up_proj = MergedColumnParallelLinear(hidden_size, [intermediate_size] * 2, **options)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **options)
 
@@ -192,7 +207,7 @@ class MixtureOfExperts(nn.Module):
         output_norm norm(residual + output_norm(y)). residual: [num_tokens, hidden_size]."""
         return add_over_ranks(self, residual, hidden, norm, output_norm)
 
-    def part_of_sum(self, operation: str, x: Any, out: torch.Tensor | None = None) -> Any:
+    def part_of_sum(self, operation: str, x: Normed, out: torch.Tensor | None = None) -> torch.Tensor:
         """The same as RowParallelLinear's, of a Normed or, without a router_norm, a tensor."""
         results = logits = self.gate(x if self.router_norm is None else Normed(x.residual, self.router_norm))
         gated: Any = None

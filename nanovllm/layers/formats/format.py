@@ -3,14 +3,17 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.parameters import LayerParameter, Shards, WeightLoader
 from nanovllm.layers.layernorm import Normed
 
+T = TypeVar("T", bound=Tensor)  # a parameter, or a tensor
+Settings = Mapping[str, Any]  # config.json's quantization_config
 Input = Tensor | Normed | Gated  # [num_tokens, K]; a norm or an activation is computed within the product, or before it
 
 
@@ -73,6 +76,13 @@ class Weight:
         return self.values.new_empty(size, dtype=self.dtype)
 
 
+class StoredLayer(Protocol):
+    """A layer with the parameters of a format."""
+
+    weight: LayerParameter
+    weight_scale: LayerParameter  # in a format with scales
+
+
 class WeightFormat(ABC):
     """How linear layers store their weights. Formats are compared by what they are, so they are frozen dataclasses."""
 
@@ -82,7 +92,7 @@ class WeightFormat(ABC):
     needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         """The format that a config.json's quantization_config declares; None if that is another one. method: its
         quant_method."""
         return None
@@ -146,15 +156,17 @@ class WeightFormat(ABC):
         return bool((scales.isfinite() & (scales >= 0)).all())
 
     @abstractmethod
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         """The parameters of a layer's weight `[..., N, K]`, by their names in the layer: "weight", and what belongs to
         it. Arguments are those of `make_parameter`."""
 
-    def weight(self, layer: Any) -> Weight:
+    def weight(self, layer: StoredLayer) -> Weight:
         """A layer's weight, which has been made by `parameters`."""
         return Weight(self, layer.weight)
 
-    def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
+    def store(self, parameter: LayerParameter, values: Tensor, row: int = 0, expert: int | None = None) -> None:
         """Write rows to a parameter, or to one expert's part of it, from `row` on."""
         target = parameter.data if expert is None else parameter.data[expert]
         target[row : row + len(values)].copy_(values)
@@ -166,11 +178,11 @@ class WeightFormat(ABC):
             drawn = torch.empty(self.shape_of(parameter)[-2:], dtype=torch.float32, device=parameter.device)
             self.store(parameter, drawn.normal_(std=0.02, generator=generator), expert=expert)
 
-    def packed(self, weight: Any) -> "tuple[WeightFormat, Any]":
+    def packed(self, weight: T) -> "tuple[WeightFormat, T]":
         """A loaded parameter, or a tensor, as this machine multiplies it fastest, and its format then."""
         return self, weight
 
-    def unpacked(self, weight: Any) -> "tuple[WeightFormat, Any]":
+    def unpacked(self, weight: T) -> "tuple[WeightFormat, T]":
         """The inverse of `packed`: what can be loaded into, and its format."""
         return self, weight
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.kernels.matmul.fp8 import (
     E4M3,
@@ -23,8 +23,8 @@ from nanovllm.kernels.matmul.fp8 import (
 )
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.layers.activation import Gated
-from nanovllm.layers.formats.format import Input, Quantized, Weight, WeightFormat, value_of
-from nanovllm.layers.formats.parameters import FLOATS, make_parameter, stored
+from nanovllm.layers.formats.format import Input, Quantized, Settings, StoredLayer, Weight, WeightFormat, value_of
+from nanovllm.layers.formats.parameters import FLOATS, LayerParameter, Shards, WeightLoader, make_parameter, stored
 from nanovllm.layers.layernorm import Normed
 
 _CAPABILITY = (8, 9)  # of a GPU that multiplies e4m3 numbers
@@ -50,7 +50,7 @@ class Fp8(WeightFormat):
     scale_name: str | None = None
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         """compressed-tensors' FP8_DYNAMIC."""
         groups = settings.get("config_groups")
         if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
@@ -74,7 +74,9 @@ class Fp8(WeightFormat):
         """The shape of the scales of a weight `[..., N, K]`."""
         return (*shape[:-1], 1)
 
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         options: dict[str, Any] = {"rows_of_weight": self.rows_of_scale, "is_scale": True}
         if self.scale_name is not None:
             options["checkpoint_name"] = self.scale_name
@@ -85,10 +87,10 @@ class Fp8(WeightFormat):
         options["input_dtype"] = torch.get_default_dtype()
         return {"weight": make_parameter(shape, shards, weight_loader, self, E4M3, **options), "weight_scale": scale}
 
-    def weight(self, layer: Any) -> Weight:
+    def weight(self, layer: StoredLayer) -> Weight:
         return Weight(self, layer.weight, layer.weight_scale, layer.weight.stored.input_dtype)
 
-    def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
+    def store(self, parameter: LayerParameter, values: Tensor, row: int = 0, expert: int | None = None) -> None:
         if parameter.dtype == E4M3 and values.dtype != E4M3:
             values, scale = self._quantized(values.to(parameter.device))
             super().store(parameter.stored.scale, scale, row // self.rows_of_scale, expert)
@@ -134,7 +136,7 @@ class Fp8Blocks(Fp8):
     rows_of_scale = BLOCK
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         is_right = method == "fp8" and settings.get("fmt", "e4m3") == "e4m3"
         is_dynamic = settings.get("activation_scheme", "dynamic") == "dynamic"
         are_blocks = list(settings.get("weight_block_size") or ()) == [BLOCK, BLOCK]
@@ -160,14 +162,16 @@ class Fp8Tensors(Fp8):
     ignored_key = "modules_to_not_convert"
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         """Mistral's checkpoints."""
         is_right = method == "fp8" and settings.get("fmt", "e4m3") == "e4m3"
         is_whole = settings.get("weight_block_size", ()) is None  # Left out it means blocks of 128 x 128.
         has_scheme = settings.get("activation_scheme", "dynamic") in ("dynamic", "static")
         return cls(scale_name="weight_scale_inv") if is_right and is_whole and has_scheme else None
 
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         parameters = super().parameters(shape, shards, weight_loader)
         stored(parameters["weight_scale"]).is_one_number = True
         return parameters

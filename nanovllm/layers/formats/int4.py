@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.kernels.matmul.dequantize_four_bit import dequantize
 from nanovllm.kernels.matmul.four_bit import UNIT, FourBit, pack_torch
-from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
-from nanovllm.layers.formats.parameters import make_parameter
+from nanovllm.layers.formats.format import Input, StoredLayer, Weight, WeightFormat, value_of
+from nanovllm.layers.formats.parameters import LayerParameter, Shards, WeightLoader, make_parameter
 
 GROUPS = (128, 64, 32)  # columns that share a scale where weights are rounded while they are loaded
 ZERO = 8  # of weights without zeros of their own
@@ -48,7 +48,9 @@ class Int4(WeightFormat):
     def shape_of(self, values: Tensor) -> torch.Size:
         return torch.Size((*values.shape[:-1], 2 * values.shape[-1]))
 
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         *rows, K = shape
         # No tensor of a checkpoint fills the scales: `store` does, with the weights.
         scale = make_parameter((*rows, K // group_of(K)), {}, weight_loader, self, is_scale=True)
@@ -56,11 +58,11 @@ class Int4(WeightFormat):
         weight = make_parameter((*rows, K // 2), shards, weight_loader, self, torch.uint8, **options)
         return {"weight": weight, "weight_scale": scale}
 
-    def weight(self, layer: Any) -> Weight:
+    def weight(self, layer: StoredLayer) -> Weight:
         zero = getattr(layer, "weight_zero", None)
         return Weight(self, layer.weight, layer.weight_scale, layer.weight.stored.input_dtype, zero)
 
-    def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
+    def store(self, parameter: LayerParameter, values: Tensor, row: int = 0, expert: int | None = None) -> None:
         stored = parameter.stored
         if stored.is_scale:
             super().store(parameter, values, row, expert)

@@ -4,7 +4,7 @@ Eight integers of four bits are an int32. The formats differ in the dimension al
 order, and two of them store weights transposed.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,9 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.matmul.four_bit import UNIT
-from nanovllm.layers.formats.format import WeightFormat
+from nanovllm.layers.formats.format import Settings, WeightFormat
 from nanovllm.layers.formats.int4 import ZERO, Int4
-from nanovllm.layers.formats.parameters import Packing, make_parameter
+from nanovllm.layers.formats.parameters import (
+    Check,
+    LayerParameter,
+    Packing,
+    Shards,
+    Sliceable,
+    WeightLoader,
+    make_parameter,
+)
 from nanovllm.utils.checks import quoted
 
 _PER_INT32 = 8
@@ -44,7 +52,7 @@ class Int32s(Packing):
             sizes[self.dim] = -(-sizes[self.dim] // _PER_INT32)
         return tuple(sizes)
 
-    def read(self, content: Any, rows: slice, columns: slice) -> Tensor:
+    def read(self, content: Sliceable, rows: slice, columns: slice) -> Tensor:
         index = [columns, rows] if self.transposed else [rows, columns]
         if self.dim is None:
             found = content[tuple(index)]
@@ -98,7 +106,9 @@ class StoredInt4(Int4):
     def are_scales(self, scales: Tensor) -> bool:
         return not scales.is_floating_point() or super().are_scales(scales)
 
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         *rows, K = shape
         names = zip(self.names, self.packings, strict=True)
         values, scale, zero = (dict[str, Any]({"checkpoint_name": name, "packing": packing}) for name, packing in names)
@@ -123,13 +133,13 @@ class StoredInt4(Int4):
             found[f"weight_{name}"] = make_parameter(empty, check_shards, _keep_nothing, self, torch.uint8, **options)
         return {"weight": weight, **found}
 
-    def checks(self, shards: dict) -> dict[str, tuple[dict, Callable]]:
+    def checks(self, shards: Shards) -> dict[str, tuple[Shards, Check]]:
         """Further tensors of a weight, by their names in the checkpoint: their shards, and a function of such a tensor
         and a shard's id that says what is wrong with it, or None. shards: the weight's."""
         return {}
 
 
-def _keep_nothing(param: Any, loaded: Any, shard_id: object = None) -> None:
+def _keep_nothing(param: nn.Parameter, loaded: Sliceable, shard_id: object = None) -> None:
     pass
 
 
@@ -141,7 +151,7 @@ class CompressedInt4(StoredInt4):
     ignored_key = "ignore"
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         groups = settings.get("config_groups")
         if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
             return None
@@ -160,8 +170,8 @@ class CompressedInt4(StoredInt4):
         size = _group_size(weights.get("group_size")) if strategy == "group" else None
         return cls(size, not weights.get("symmetric", True))
 
-    def checks(self, shards: dict) -> dict[str, tuple[dict, Callable]]:
-        def shape_fault(found: Tensor, shard_id: Any) -> str | None:
+    def checks(self, shards: Shards) -> dict[str, tuple[Shards, Check]]:
+        def shape_fault(found: Tensor, shard_id: Hashable) -> str | None:
             needed = list(shards[shard_id])
             return None if found.tolist() == needed else f"is {found.tolist()}, and the model needs {needed}"
 
@@ -180,7 +190,7 @@ class AwqInt4(StoredInt4):
     ignored_key = "modules_to_not_convert"
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         if method != "awq":
             return None
         _require("bits", settings.get("bits", settings.get("w_bit")), (4,))
@@ -203,7 +213,7 @@ class GptqInt4(StoredInt4):
     )
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         if method != "gptq":
             return None
         _require("bits", settings.get("bits"), (4,))
@@ -216,8 +226,8 @@ class GptqInt4(StoredInt4):
         found = GptqInt4 if version == "gptq" else Gptq2Int4
         return found(_group_size(settings.get("group_size", -1)), not settings.get("sym", True))
 
-    def checks(self, shards: dict) -> dict[str, tuple[dict, Callable]]:
-        def order_fault(found: Tensor, shard_id: Any) -> str | None:
+    def checks(self, shards: Shards) -> dict[str, tuple[Shards, Check]]:
+        def order_fault(found: Tensor, shard_id: Hashable) -> str | None:
             columns = torch.arange(len(found))
             if torch.equal(found.long(), columns // (self.group or len(found))):
                 return None
@@ -226,14 +236,12 @@ class GptqInt4(StoredInt4):
                 "was made with desc_act=False, or the unquantized one with quantization='int4'"
             )
 
-        def zero_fault(found: Tensor, shard_id: Any) -> str | None:
+        def zero_fault(found: Tensor, shard_id: Hashable) -> str | None:
             N, K = shards[shard_id]
             zeros = self.packings[2].read(found, slice(0, N), slice(0, K // (self.group or K)))
             return None if (zeros == ZERO).all() else f"must hold zeros of {ZERO}, for config.json says sym"
 
-        found: dict[str, tuple[dict, Callable]] = {
-            "g_idx": ({key: (K,) for key, (_, K) in shards.items()}, order_fault)
-        }
+        found: dict[str, tuple[Shards, Check]] = {"g_idx": ({key: (K,) for key, (_, K) in shards.items()}, order_fault)}
         if not self.has_zeros:
             of_groups = {key: (N, K // (self.group or K)) for key, (N, K) in shards.items()}
             found["qzeros"] = ({key: self.packings[2].shape(each) for key, each in of_groups.items()}, zero_fault)
@@ -246,7 +254,7 @@ class Gptq2Int4(GptqInt4):
     packings = (*GptqInt4.packings[:2], Int32s(transposed=True))
 
 
-def _require(name: str, value: Any, allowed: tuple) -> None:
+def _require(name: str, value: object, allowed: tuple) -> None:
     if value not in allowed:
         names = " or ".join(map(repr, allowed))
         raise ValueError(

@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanovllm.kernels.matmul.dequantize_four_bit import dequantize
 from nanovllm.kernels.matmul.four_bit import FourBit
 from nanovllm.kernels.matmul.mxfp4 import GROUP, pack_pairs, quantize_torch
-from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
-from nanovllm.layers.formats.parameters import FLOATS, make_parameter
+from nanovllm.layers.formats.format import Input, Settings, StoredLayer, Weight, WeightFormat, value_of
+from nanovllm.layers.formats.parameters import FLOATS, LayerParameter, Shards, WeightLoader, make_parameter
 
 _NAN = 255  # the exponent that means it
 
@@ -39,7 +39,7 @@ class Mxfp4(WeightFormat):
     experts_only: bool = False
 
     @classmethod
-    def declared(cls, method: str, settings: Mapping[str, Any]) -> "WeightFormat | None":
+    def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
         """gpt-oss's, or compressed-tensors' mxfp4-pack-quantized with inputs that are not quantized."""
         if method == "mxfp4":
             return cls(is_stored=True, experts_only=True)
@@ -62,7 +62,9 @@ class Mxfp4(WeightFormat):
     def are_scales(self, scales: Tensor) -> bool:
         return not bool((scales == _NAN).any())
 
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         def of(size: int, shape: tuple[int, ...]) -> tuple[int, ...]:
             return (*shape[:-1], shape[-1] // size)
 
@@ -77,10 +79,10 @@ class Mxfp4(WeightFormat):
         weight = make_parameter(of(2, shape), shards, weight_loader, self, torch.uint8, **options)
         return {"weight": weight, "weight_scale": scale}
 
-    def weight(self, layer: Any) -> Weight:
+    def weight(self, layer: StoredLayer) -> Weight:
         return Weight(self, layer.weight, layer.weight_scale, layer.weight.stored.input_dtype)
 
-    def store(self, parameter: Any, values: Tensor, row: int = 0, expert: int | None = None) -> None:
+    def store(self, parameter: LayerParameter, values: Tensor, row: int = 0, expert: int | None = None) -> None:
         if parameter.stored.is_scale:
             super().store(parameter, values, row, expert)
             return

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from nanovllm.layers.formats.format import Input, Weight, WeightFormat
+from nanovllm.layers.formats.format import Input, T, Weight, WeightFormat
+from nanovllm.layers.formats.parameters import LayerParameter, Shards, WeightLoader
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -38,11 +39,13 @@ class Packed(WeightFormat):
 
     name = "packed"
 
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         raise NotImplementedError("weights are packed once they are loaded")
 
     @staticmethod
-    def pack(weight: Tensor) -> Any:
+    def pack(weight: T) -> T:
         """A packed copy of a weight `[N, K]`. A parameter's copy keeps its attributes."""
         return _like(weight, torch.ops.mkldnn._reorder_linear_weight(weight.detach()))
 

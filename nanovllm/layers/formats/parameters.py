@@ -1,17 +1,46 @@
 """Parameters of layers that are split over ranks: each knows how it is loaded, and in which format it is stored."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from types import EllipsisType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from nanovllm.layers.formats.format import WeightFormat
-
 FLOATS = ("BF16", "F16", "F32", "F64")  # safetensors' names
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+Shards = Mapping[Any, tuple[int, ...]]  # {shard id: full shape}; each layer has its own kind of shard ids
+WeightLoader = Callable[..., None]  # of a parameter, what is loaded, and a shard id of the layer's own kind
+Check = Callable[[Tensor, Hashable], str | None]  # of a checkpoint's tensor and a shard id: what is wrong, or None
+
+
+class Sliceable(Protocol):
+    """What a weight loader reads: a tensor, or a safetensors slice, of which only the parts asked for are read."""
+
+    def __getitem__(self, index: Index, /) -> Tensor: ...
+
+
+class StorageFormat(Protocol):
+    """What is asked of the `WeightFormat` of a parameter."""
+
+    def shape_of(self, values: Tensor) -> torch.Size: ...
+
+    def are_scales(self, scales: Tensor) -> bool: ...
+
+    def store(self, parameter: "LayerParameter", values: Tensor, row: int = 0, expert: int | None = None) -> None: ...
+
+    def draw(self, parameter: nn.Parameter, generator: torch.Generator) -> None: ...
+
+
+class Slice(Sliceable, Protocol):
+    """What the loader reads of a safetensors slice."""
+
+    def get_shape(self) -> list[int]: ...
+
+    def get_dtype(self) -> str: ...
 
 
 @dataclass
@@ -35,21 +64,41 @@ class Stored:
         input_dtype: of a weight's products, if that is not its own.
     """
 
-    format: "WeightFormat | None" = None
+    format: StorageFormat | None = None
     rows_of_weight: int = 1
     checkpoint_name: str | None = None
     stored_dtypes: tuple[str, ...] = FLOATS
     packing: "Packing | None" = None
-    check: Callable[[Tensor, Any], str | None] | None = None
+    check: Check | None = None
     numbers_each: int = 1
     is_scale: bool = False
     is_one_number: bool = False
     takes_factor: bool = True
     loading_factor: float = 1
     num_experts: int | None = None
-    scale: Any = None
-    zero: Any = None
+    scale: nn.Parameter | None = None
+    zero: nn.Parameter | None = None
     input_dtype: torch.dtype | None = None
+
+
+if TYPE_CHECKING:
+
+    class StoredOfLayer(Stored):
+        """The same of a linear layer's parameter: there is a format, and what that format reads is not None."""
+
+        format: StorageFormat
+        scale: "LayerParameter"
+        zero: "LayerParameter | None"
+
+    class LayerParameter(nn.Parameter):
+        """An nn.Parameter of `make_parameter`, with the attributes that it gets there."""
+
+        shards: dict
+        weight_loader: WeightLoader
+        stored: StoredOfLayer
+
+else:
+    LayerParameter = nn.Parameter
 
 
 def stored(parameter: Any) -> Stored:
@@ -59,12 +108,12 @@ def stored(parameter: Any) -> Stored:
 
 def make_parameter(
     shape: tuple[int, ...],
-    shards: dict,
-    weight_loader: Any,
-    format: "WeightFormat | None" = None,
+    shards: Shards,
+    weight_loader: WeightLoader,
+    format: StorageFormat | None = None,
     dtype: torch.dtype | None = None,
     **fields: Any,
-) -> nn.Parameter:
+) -> LayerParameter:
     """An uninitialised parameter with what the loader asks it for.
 
     Args:
@@ -88,17 +137,17 @@ class Packing(ABC):
         """The shape of the checkpoint's tensor."""
 
     @abstractmethod
-    def read(self, content: Any, rows: slice, columns: slice) -> Tensor:
+    def read(self, content: Sliceable, rows: slice, columns: slice) -> Tensor:
         """These rows and columns. content: the checkpoint's tensor, or a safetensors slice."""
 
 
 class Unpacking:
     """A checkpoint's tensor that is read in slices: rows, or columns of all rows, as its parameter's packing says."""
 
-    def __init__(self, content: Any, packing: Packing, shape: tuple[int, int]):
+    def __init__(self, content: Sliceable, packing: Packing, shape: tuple[int, int]):
         self._content, self._packing, self._shape = content, packing, shape
 
-    def __getitem__(self, index: Any) -> Tensor:
+    def __getitem__(self, index: slice | tuple[slice, slice]) -> Tensor:
         indices = index if isinstance(index, tuple) else (index, slice(None))
         ranges = (each.indices(size) for each, size in zip(indices, self._shape, strict=True))
         return self._packing.read(self._content, *(slice(start, stop) for start, stop, _ in ranges))
@@ -121,7 +170,9 @@ def scale_while_loading(modules: Iterable[nn.Module], factor: float) -> None:
                 stored(parameter).loading_factor = factor
 
 
-def load_rows(parameter: Any, row: int, loaded: Any, start: int, num_rows: int, expert: int | None = None) -> None:
+def load_rows(
+    parameter: "LayerParameter", row: int, loaded: Sliceable, start: int, num_rows: int, expert: int | None = None
+) -> None:
     """Write num_rows rows of `loaded`, from `start` on, to a parameter's rows from `row` on. Rows are a weight's, also
     where the parameter holds scales, of which one may stand for many."""
     unit = parameter.stored.rows_of_weight

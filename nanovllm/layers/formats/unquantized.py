@@ -1,15 +1,14 @@
 """Weights that are tensors of the model's dtype."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanovllm.layers.formats.format import Input, Weight, WeightFormat, value_of
+from nanovllm.layers.formats.format import Input, T, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.packed import Packed, can_pack
-from nanovllm.layers.formats.parameters import make_parameter
+from nanovllm.layers.formats.parameters import LayerParameter, Shards, WeightLoader, make_parameter
 from nanovllm.layers.matmul.table import speed_name
 
 
@@ -20,13 +19,15 @@ class Unquantized(WeightFormat):
     def table_name(self, dtype: torch.dtype) -> str:
         return speed_name(dtype)
 
-    def parameters(self, shape: tuple[int, ...], shards: dict, weight_loader: Any) -> dict[str, nn.Parameter]:
+    def parameters(
+        self, shape: tuple[int, ...], shards: Shards, weight_loader: WeightLoader
+    ) -> dict[str, LayerParameter]:
         return {"weight": make_parameter(shape, shards, weight_loader, self)}
 
-    def packed(self, weight: Any) -> tuple[WeightFormat, Any]:
+    def packed(self, weight: T) -> tuple[WeightFormat, T]:
         return (Packed(), Packed.pack(weight)) if can_pack(weight) else (self, weight)
 
-    def draw(self, parameter: Any, generator: torch.Generator) -> None:
+    def draw(self, parameter: nn.Parameter, generator: torch.Generator) -> None:
         parameter.data.normal_(std=0.02, generator=generator)
 
     def quantize(self, weight: Tensor, dtype: torch.dtype) -> Weight:

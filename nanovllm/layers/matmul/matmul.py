@@ -3,10 +3,11 @@
 import logging
 import weakref
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
+from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Input, Weight
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates import make_candidates
@@ -36,7 +37,7 @@ class Matmul:
         """Whether there is more than one candidate for a product."""
         return not all(each.is_default for each in self._candidates.values())
 
-    def run(self, problem: AnyProblem) -> Any:
+    def run(self, problem: AnyProblem) -> Tensor | Gated:
         return compute(problem, self.row(problem.key, problem.weight)[len(problem.x)])
 
     def row(self, key: Key, weight: Weight) -> Row[Bound]:
@@ -93,10 +94,17 @@ class Product:
         return self._rows[is_prefill]
 
 
+class HasMatrix(Protocol):
+    """A layer with one weight."""
+
+    @property
+    def matrix(self) -> Weight: ...
+
+
 class Products(dict[str, Product]):
     """The products of one layer's weight, by operation, each bound when it is first asked for."""
 
-    def __init__(self, matmul: Matmul | None, layer: Any, bias: Tensor | None = None):
+    def __init__(self, matmul: Matmul | None, layer: HasMatrix, bias: Tensor | None = None):
         """matmul: None for one with torch's candidates alone. layer: its `matrix` is the weight."""
         super().__init__()
         # Weak, because the layer has this: its weights would outlive the engine until Python looks for cycles.

@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -32,6 +32,16 @@ def speed_name(dtype: torch.dtype | str) -> str:
     return _SAME_SPEED.get(name, name)
 
 
+class KeyedWeight(Protocol):
+    """What a key says of a `Weight`."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def table_name(self) -> str: ...
+
+
 class Key(NamedTuple):
     """What a product is, apart from its tensors and their number of tokens: what a row of the table is for."""
 
@@ -43,7 +53,7 @@ class Key(NamedTuple):
     experts: int = 1  # which have such a weight each
 
     @classmethod
-    def of(cls, operation: str, is_prefill: bool, weight: Any) -> "Key":
+    def of(cls, operation: str, is_prefill: bool, weight: KeyedWeight) -> "Key":
         """weight: a `Weight` `[N, K]` or `[num_experts, N, K]`."""
         *experts, N, K = weight.shape
         return cls(operation, "prefill" if is_prefill else "decode", N, K, weight.table_name, *experts)

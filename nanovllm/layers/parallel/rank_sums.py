@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.format import Input
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.parallel.residual_reducer import ResidualReducer
 
@@ -32,7 +33,7 @@ def posted_constants(proj: Any, num_tokens: int) -> tuple | None:
     return constants if candidate.posts_sums else None
 
 
-def add_over_ranks(layer: Any, residual: Tensor, x: Any, norm: RMSNorm | None, output_norm: RMSNorm | None) -> Normed:
+def add_over_ranks(layer: Any, residual: Tensor, x: Input, norm: RMSNorm | None, output_norm: RMSNorm | None) -> Normed:
     """`RowParallelLinear.add`, and that of a mixture of experts: y is the sum of their `part_of_sum` over all ranks."""
     tp, reducer = layer.tp, layer.tp.reducer
     if output_norm is not None:

@@ -1,7 +1,7 @@
 """LogitSteps: steps with a request that asks for more than a temperature: first the logits, then the sampling."""
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from nanovllm.engine.step import Step, StepLogits
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import step_context
 
+if TYPE_CHECKING:
+    from nanovllm.models.loader import LoadedModel
+
 
 class LogitSteps:
     """Runs such steps in two halves, `take` and `sample`. In between, rank 0 may read the tokens of the step before.
@@ -24,7 +27,9 @@ class LogitSteps:
     sends them to the others for their next step.
     """
 
-    def __init__(self, config: Config, model: Any, inputs: DecodeInputs, graphs: StepGraphs, tp: TensorParallel):
+    def __init__(
+        self, config: Config, model: "LoadedModel", inputs: DecodeInputs, graphs: StepGraphs, tp: TensorParallel
+    ):
         """graphs: of the engine."""
         self.pipeline: SamplingPipeline | None = None  # rank 0's, from the first step on
         self._config, self._model, self._inputs, self._tp = config, model, inputs, tp

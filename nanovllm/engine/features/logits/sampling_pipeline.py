@@ -3,7 +3,7 @@
 from collections.abc import Hashable, Mapping
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling.logprobs import token_logprobs
 from nanovllm.layers.sampling.penalties import IN_PROMPT, apply_penalties
 from nanovllm.layers.sampling.token_masks import apply_bitmask, forbid, num_mask_words
+
+if TYPE_CHECKING:
+    from nanovllm.engine.features.logits.structured import Grammar
+
+Sampled = Sequence | ProposedRow
 
 _FEWEST_ROWS = 8  # of TokenCounts
 
@@ -104,7 +109,7 @@ class SamplingPipeline:
 
     # -- what the device needs to know, as arrays of the host ----------------------------------------------------
 
-    def _host_arrays(self, step: Step, seqs: list[Any]) -> dict[str, np.ndarray]:
+    def _host_arrays(self, step: Step, seqs: list[Sampled]) -> dict[str, np.ndarray]:
         """seqs: `sampled_rows`. Rows are those of the step; biased and forbidden are places in the flat logits."""
         truncated, penalized, masked, reported = (list[int]() for _ in range(4))
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
@@ -159,7 +164,7 @@ class SamplingPipeline:
             arrays |= self._mask_arrays(seqs, masked, step.errors)
         return arrays
 
-    def _penalty_arrays(self, seqs: list[Any], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
+    def _penalty_arrays(self, seqs: list[Sampled], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
         """Rows of the counts; for those that are written anew, each token's place in the flat counts."""
         penalized = [seqs[row] for row in rows]
         assigned, current = self._counts.assign({seq.seq_id: seq.num_tokens for seq in penalized})
@@ -184,7 +189,7 @@ class SamplingPipeline:
             "strengths": np.array(strengths, np.float32).T,
         }
 
-    def _mask_arrays(self, seqs: list[Any], rows: list[int], errors: dict[int, str]) -> dict[str, np.ndarray]:
+    def _mask_arrays(self, seqs: list[Sampled], rows: list[int], errors: dict[int, str]) -> dict[str, np.ndarray]:
         bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
         grammars = []
         for i, row in enumerate(rows):
@@ -208,7 +213,7 @@ class SamplingPipeline:
                 mask.fill(0)  # The sampler finds no token, which ends the sequence.
         return {"masked": np.array(rows, np.int64), "bitmask": bitmask}
 
-    def _narrow(self, mask: np.ndarray, seq: Sequence) -> str | None:
+    def _narrow(self, mask: np.ndarray, seq: Sampled) -> str | None:
         """Remove from a mask what the request forbids. Returns why nothing is left, if so."""
         edits = seq.request.logit_edits
         if edits is not None:
@@ -223,11 +228,11 @@ class SamplingPipeline:
             return None
         return "no token is left to draw: structured_outputs, allowed_token_ids and bad_words exclude all of them"
 
-    def _ends(self, seq: Sequence) -> list[int]:
+    def _ends(self, seq: Sampled) -> list[int]:
         return [token for token in {*self.eos, *seq.request.params.stop_token_ids} if token < self.vocab_size]
 
 
-def _fill_masks(grammars: list[tuple[Any, int, int]], bitmask: np.ndarray, errors: dict[int, str]) -> None:
+def _fill_masks(grammars: list[tuple["Grammar", int, int]], bitmask: np.ndarray, errors: dict[int, str]) -> None:
     """grammars: each with its place in the bitmask, and its row of the step."""
     grammars[0][0].grammars.fill_masks([(grammar, i) for grammar, i, _ in grammars], bitmask)
     for grammar, i, row in grammars:
@@ -235,7 +240,7 @@ def _fill_masks(grammars: list[tuple[Any, int, int]], bitmask: np.ndarray, error
             errors.setdefault(row, "structured_outputs: no text that begins like this one has the form")
 
 
-def _is_too_short(seq: Sequence) -> bool:
+def _is_too_short(seq: Sampled) -> bool:
     return seq.num_completion_tokens < seq.request.params.min_tokens
 
 
@@ -252,7 +257,7 @@ class TokenCounts:
         self._free: list[int] = []
         self._rows: dict[Hashable, tuple[int, int]] = {}  # owner -> (row, tokens in it), least recently used first
 
-    def assign(self, lengths: Mapping[Any, int]) -> tuple[list[int], list[bool]]:
+    def assign(self, lengths: Mapping[Hashable, int]) -> tuple[list[int], list[bool]]:
         """Give each owner of a step a row, in order, and count its newest token as being in it. lengths: {owner: its
         number of tokens}. Returns the rows, and for each whether the newest token is all that it lacks: then call
         `advance`, else `write`."""

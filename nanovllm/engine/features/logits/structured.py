@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from nanovllm.layers.sampling.token_masks import pack_mask
 from nanovllm.sampling_params import FORMS, StructuredOutputsParams
 from nanovllm.utils.checks import quoted, shortened
 from nanovllm.utils.sized_cache import SizedCache
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 # Compiled forms that are kept for later requests. A schema takes up to about 100 ms to compile, 100,000 choices some
 # seconds. Measured: 80 to 100 KB each, and 20 to 40 bytes for each byte of the library's source.
@@ -31,7 +34,7 @@ class _Compiled:
         num_tokens_read: by all copies.
     """
 
-    def __init__(self, matcher: Any, num_bytes: int):
+    def __init__(self, matcher: "LLMatcher", num_bytes: int):
         self.matcher = matcher
         self.num_bytes = num_bytes
         self.num_tokens_read = 0
@@ -144,7 +147,7 @@ class Grammar:
         self._num_tokens = 0
 
     @cached_property
-    def matcher(self) -> Any:
+    def matcher(self) -> "LLMatcher":
         """Its own state, made when its sequence runs, because thousands may be waiting."""
         return self._compiled.matcher.deep_copy()
 

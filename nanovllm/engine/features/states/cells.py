@@ -5,9 +5,8 @@ from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from nanovllm.engine.cells import NoCells
+from nanovllm.engine.cells import KnownBlocks, NoCells
 from nanovllm.engine.sequence import Sequence
 from nanovllm.kernels.linear_attention.gated_delta import CHUNK
 
@@ -71,7 +70,7 @@ class Cells(NoCells):
 
     # -- what a Scheduler and its BlockManager call --------------------------------------------------------------------
 
-    def begin_step(self, manager: Any, takes_snapshots: bool) -> None:
+    def begin_step(self, manager: KnownBlocks, takes_snapshots: bool) -> None:
         """The step before has been launched, so what it reads may be overwritten."""
         self._sources.clear()
         self._is_open = takes_snapshots
@@ -79,7 +78,7 @@ class Cells(NoCells):
             self.forget(content_id)
         manager.lost_content_ids.clear()
 
-    def begin(self, seq: Sequence, manager: Any, shared: list[int]) -> None:
+    def begin(self, seq: Sequence, manager: KnownBlocks, shared: list[int]) -> None:
         num_known = len(manager.known_blocks(seq)) * manager.block_size
         content_id = manager.blocks[shared[-1]].content_id if shared else 0
         seq.cell = self.allocate(len(shared) * manager.block_size, content_id, num_known)
@@ -89,11 +88,13 @@ class Cells(NoCells):
             self.deallocate(seq.cell)
             seq.cell = None
 
-    def reusable(self, manager: Any, block_ids: list[int]) -> list[int]:
+    def reusable(self, manager: KnownBlocks, block_ids: list[int]) -> list[int]:
         """Up to the last one whose state is known."""
         return block_ids[: self.num_reusable_blocks([manager.blocks[i].content_id for i in block_ids])]
 
-    def is_worth_waiting(self, manager: Any, seq: Sequence, num_shared: int, scheduled: Mapping[int, Sequence]) -> bool:
+    def is_worth_waiting(
+        self, manager: KnownBlocks, seq: Sequence, num_shared: int, scheduled: Mapping[int, Sequence]
+    ) -> bool:
         """It also needs the state after some of those blocks, of which the step has to take a snapshot."""
         end, most = num_shared, manager.max_shared_blocks(seq)
         while end < most and manager.block_hash(seq, end) in scheduled:
@@ -101,12 +102,12 @@ class Cells(NoCells):
             end += 1
         return self.request_snapshot(other, num_shared * manager.block_size, end * manager.block_size)
 
-    def request_snapshots(self, manager: Any, seqs: Iterable[Sequence]) -> None:
+    def request_snapshots(self, manager: KnownBlocks, seqs: Iterable[Sequence]) -> None:
         if manager.enable_prefix_caching:
             for seq in seqs:
                 self.request_usual_snapshot(seq)
 
-    def keep(self, seq: Sequence, manager: Any) -> None:
+    def keep(self, seq: Sequence, manager: KnownBlocks) -> None:
         """`keep_snapshot`, if that step writes one of this sequence."""
         if seq.cell is not None and seq.cell.snapshot >= 0:
             last = seq.block_table[seq.cell.snapshot_end // manager.block_size - 1]
