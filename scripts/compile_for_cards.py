@@ -272,7 +272,7 @@ class _Meeting(Ranks):
         super().__init__()
         self._tp = tp
 
-    def meet(self) -> TensorParallel:
+    def meet(self, run: Any) -> TensorParallel:
         return self._tp
 
 

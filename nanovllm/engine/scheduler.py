@@ -88,7 +88,7 @@ class Scheduler:
         seq.block_size = self.block_size
         is_usual = not (seq.ignore_eos or seq.request.params.stop_token_ids)
         seq.request.end_token_ids = self._ends if is_usual else end_token_ids(seq, self.eos)
-        self._watches_text = seq.completion.text_stream is not None or (self._watches_text and not self.is_finished())
+        self._watches_text = self._watches_text or seq.completion.text_stream is not None
         self.waiting.append(seq)
 
     def schedule(self) -> Step:
@@ -269,7 +269,7 @@ class Scheduler:
         """
         finished = []
         num_ignored = 0
-        logprobs = None if step.logprobs is None else step.logprobs.of_samples()
+        logprobs = None if step.logprobs is None else step.logprobs.of_samples
         seqs = step.seqs if seqs is None else seqs
         for row, seq in enumerate(seqs) if rows is None else zip(rows, seqs, strict=True):
             if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
@@ -293,6 +293,7 @@ class Scheduler:
             finished += self._stop_at_texts(seqs)
         if self._has_finished:
             self._drop_finished()
+        self._watches_text = self._watches_text and not self.is_finished()
         self.num_generated_tokens += len(seqs) - num_ignored
         return finished
 

@@ -40,7 +40,7 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
         # "vision" changes nothing for texts.
         direction = config.use_bidirectional_attention
         require("use_bidirectional_attention", direction, direction in (None, "vision"), "null or 'vision'")
-        if config.enable_moe_block:
+        if has_experts(config):
             check_experts(config, "top_k_experts")
         elif num_experts := count_experts(config):
             raise ValueError(f"num_experts={quoted(num_experts)}: needs enable_moe_block=true")
@@ -68,7 +68,12 @@ class Gemma4ForCausalLM(Gemma3ForCausalLM):
 
     @staticmethod
     def mlp(config, spec: DecoderSpec, layer: int, tp: TensorParallel, matmul: Matmul) -> nn.Module:
-        return (MLPWithExperts if config.enable_moe_block else DecoderMLP)(config, spec, tp, matmul)
+        return (MLPWithExperts if has_experts(config) else DecoderMLP)(config, spec, tp, matmul)
+
+
+def has_experts(config) -> bool:
+    """Whether layers have experts beside their MLP. The unified sizes lack the key, and have none."""
+    return bool(getattr(config, "enable_moe_block", False))
 
 
 def _kind(is_local: bool) -> str:

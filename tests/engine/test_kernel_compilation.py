@@ -170,3 +170,21 @@ def test_no_step_of_the_start_is_larger_than_a_later_one(path, options, monkeypa
         found = complete(llm, [prompt, prompt[:1]], params)
     with make_llm(path, max_model_len=config.max_model_len) as llm:
         assert found == complete(llm, [prompt, prompt[:1]], params)
+
+
+def test_speculative_steps_of_the_start_fit_into_short_sequences(path, monkeypatch):
+    """A sequence has no more rows there than a step may give it, so it needs no more blocks than there can be."""
+    monkeypatch.setattr(unquantized, "can_pack", lambda weight: False)
+    with make_llm(path, speculation="suffix", max_model_len=64, max_num_seqs=32) as llm:
+        runner, config, launched = llm.model_runner, llm.config, []
+        kv_cache = runner.kv_store.tensors
+        runner.kv_store.free()
+        runner.launch, runner.backend.shares_reads = launched.append, True
+        trace_steps(runner)
+        runner.kv_store.use(kv_cache)
+        speculative = [step for step in launched if step.kind.shares_reads]
+        sizes = [size for size in telling_batch_sizes(config.max_decode_rows) if size > 1]
+        assert [step.num_sampled for step in speculative] == sizes
+        for step in speculative:
+            assert len(step.seqs) <= config.max_num_seqs
+            assert max(step.rows.positions) <= config.max_speculative_tokens

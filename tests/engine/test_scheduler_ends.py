@@ -1,5 +1,7 @@
 """Scheduler: when a sequence ends, also one step late and in the middle of one, and what becomes of an aborted one."""
 
+from types import SimpleNamespace
+
 import pytest
 from invariants import check_scheduler
 from schedulers import EOS, SIZE, add, make_scheduler, postprocess, step
@@ -356,3 +358,19 @@ def test_a_warning_is_logged_once(caplog):
         step(scheduler, NON_FINITE)
         scheduler.reset()
     assert [record.levelname for record in caplog.records] == ["WARNING"]
+
+
+def test_a_stop_string_in_a_last_token_is_seen_though_others_have_come_since():
+    """Its length has ended it before its last token is known, and then nothing is left to schedule."""
+    scheduler = make_scheduler()
+    read = []
+    stops = add(scheduler, 3, max_tokens=1)
+    stops.completion.text_stream = SimpleNamespace(read=lambda seq: read.append(seq.completion_token_ids) or True)
+    scheduler.waiting.clear()
+    scheduler.add(stops)
+    in_flight = scheduler.schedule()
+    scheduler.advance(in_flight)
+    assert scheduler.is_finished()
+    add(scheduler, 3)
+    assert scheduler.record(in_flight, [900]) == [stops]
+    assert read == [[900]]

@@ -89,7 +89,7 @@ def trace_steps(runner: StepRunner) -> None:
     for size in telling_batch_sizes(config.max_decode_rows):
         _compute(runner, Step([seq] * size, False))
         if runner.backend.shares_reads and size > 1:
-            _compute(runner, _speculative_step(seq, size))
+            _compute(runner, _speculative_step(seq, size, 1 + config.max_speculative_tokens))
         _trace_options(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, longest, _NUM_SLOTS) - 1
     if num_tokens > 0:
@@ -99,9 +99,10 @@ def trace_steps(runner: StepRunner) -> None:
         store.free()
 
 
-def _speculative_step(seq: Sequence, num_rows: int) -> Step:
-    """A step with num_rows rows of one sequence."""
-    return Step([seq], False, proposed=[[0] * (num_rows - 1)])
+def _speculative_step(seq: Sequence, num_rows: int, most_rows: int) -> Step:
+    """A step with num_rows rows, as many of each sequence as most_rows allows: its first block has room for them."""
+    counts = [min(most_rows, num_rows - first) for first in range(0, num_rows, most_rows)]
+    return Step([seq] * len(counts), False, proposed=[[0] * (count - 1) for count in counts])
 
 
 def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:

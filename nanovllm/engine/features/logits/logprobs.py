@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import islice
 from typing import cast
 
@@ -33,8 +34,10 @@ class LogprobRows:
         """The same with other tensors."""
         return replace(self, ids=function(self.ids), values=function(self.values))
 
+    @cached_property
     def of_samples(self) -> dict[int, float | dict[int, float]]:
-        """What `Sequence.logprobs` records of each row, where rows have one entry each."""
+        """What `Sequence.logprobs` records of each row, where rows have one entry each. A speculative step asks for it
+        once for each token that its sequences get."""
         if self.ids.shape[1] == 1:  # A dict for each token would cost several times as much, in the middle of a step.
             return dict(zip(self.owners, self.values.flatten().tolist(), strict=True))
         return {row: entry for row, [entry] in self.by_row().items()}
