@@ -108,9 +108,10 @@ _HF_CONFIG = Rule(
 )
 _EOS = Rule(lambda eos: isinstance(eos, list) and all(is_int(token, 0) for token in eos), "token ids >= 0")
 _FEATURES = Rule(
-    lambda given: isinstance(given, tuple) and len({each.option for each in given if _is_feature(each)}) == len(given),
+    lambda given: (
+        isinstance(given, list | tuple) and len({each.option for each in given if _is_feature(each)}) == len(given)
+    ),
     "a list of engine.features.feature.Feature objects, each with an `option` of its own",
-    convert=lambda given: tuple(given) if isinstance(given, list) else given,
 )
 _REVISION = Rule(lambda name: isinstance(name, str) and name != "", "a name, or None")
 

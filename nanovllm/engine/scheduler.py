@@ -64,12 +64,12 @@ class Scheduler:
         self._has_failed = False  # a sequence, because the sampler found no token
         is_sharing = getattr(config, "enable_prefix_caching", True)
         self._cache = config.num_kvcache_blocks, config.kvcache_block_size, is_sharing
-        self._make_places = make_cells
+        self._make_cells = make_cells
         self.reset()
 
     def reset(self) -> None:
         """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
-        self.block_manager = BlockManager(*self._cache, self._make_places())
+        self.block_manager = BlockManager(*self._cache, self._make_cells())
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`

@@ -148,6 +148,7 @@ WRONG = {
     "eos": ([-1, 1.0, "2", None, True, [1, -1], [1, "2"], [1.0], [True], {1: 2}], "token ids >= 0"),
     "tokenizer": ([5, True, "", b"tokenizer", ["tokenizer"]], "a name, or None"),
     "revision": ([5, True, "", b"main", ["main"]], "a name, or None"),
+    "features": ([5, "warmer", None, [5], ["warmer"], [{}], {"option": 1}], "list of .*Feature objects"),
     "hf_config": ([{}, {"max_position_embeddings": 512}, "config.json", 5], "must be .*transformers"),
 }
 

@@ -56,6 +56,7 @@ RIGHT = {
     "logit_bias": [(), ((0, -100.0), (5, 1.5), (2**31 - 1, 100.0))],
     "allowed_token_ids": [None, (0,), (5, 2**31 - 1)],
     "bad_words": [(), ("a",), ("\n\n", "漢字", " ")],
+    "extra_args": [(), (("warmer", 2.0),), (("a", None), ("b", [1]))],
 }
 
 
@@ -169,6 +170,7 @@ WRONG = {
         ((True, 0.0),),
         ((5, "1"),),
     ],
+    "extra_args": [(5,), ("a",), ((5, 1),), (("a", 1, 2),)],
 }
 ALLOWED = {
     "temperature": r"0 \(greedy\).*finite.*1\.2e-38\.\.3\.4e\+38",
@@ -195,6 +197,7 @@ ALLOWED = {
     "logit_bias": r"dict of token ids >= 0 to numbers in -100\.\.100",
     "allowed_token_ids": r"list of one or more token ids >= 0, or None",
     "bad_words": r"texts, none of them empty",
+    "extra_args": r"dict of names to values",
 }
 
 
@@ -225,6 +228,7 @@ def test_a_wrong_value_is_refused_with_its_field_itself_and_what_is_allowed(name
         ("logit_bias", 5),
         ("logit_bias", [5]),
         ("logit_bias", "5"),
+        ("extra_args", 5),
     ],
 )
 def test_lists_that_are_no_lists(name, value):

@@ -1,5 +1,6 @@
 """A feature that no file of the package knows: one class, handed to the engine, in every kind of step."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,8 @@ from checkpoints import Reference, assert_idle, greedy, make_checkpoint, make_ll
 from test_graph_steps import use_graphs
 
 from nanovllm import SamplingParams
-from nanovllm.engine.step import StepKind
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.step import Step, StepKind
 
 VOCAB_SIZE, NUMBER = 64, 0.5
 
@@ -112,3 +114,12 @@ def test_what_no_feature_has_is_refused(base):
 def test_two_features_of_one_name_are_refused(base):
     with pytest.raises(ValueError, match=r"features=.*must be a list of engine\.features\.feature\.Feature objects"):
         make_llm(base[0], features=[AddedNumber(), AddedNumber()])
+
+
+def test_a_worker_that_is_given_a_step_by_hand_knows_no_requests():
+    """Rank 0 alone edits logits."""
+    seq = Sequence([1, 2], SamplingParams(extra_args={"added": NUMBER}))
+    feature, steps = AddedNumber(), [Step([each], True, 1) for each in (seq, pickle.loads(pickle.dumps(seq)))]
+    for step in steps:
+        step.needs_logits = True
+    assert [feature.is_used(step) for step in steps] == [True, False]

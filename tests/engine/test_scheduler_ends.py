@@ -123,7 +123,7 @@ def test_postprocess_wants_one_token_a_sequence():
     add(scheduler, 3)
     add(scheduler, 3)
     seqs, _ = scheduler.schedule()
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="token_ids: 1 tokens for 2 sequences"):
         postprocess(scheduler, seqs, [900])
 
 

@@ -47,8 +47,10 @@ class Feature(Columns):
         """Raises ValueError or TypeError if a request cannot ask for this value of the option."""
 
     def value(self, seq: Sequence, default: object = None) -> Any:
-        """What a sequence's request asks for; default if it does not ask."""
-        return dict(seq.request.params.extra_args).get(self.option, default)
+        """What a sequence's request asks for; default if it does not ask. A worker that is given a step by hand knows
+        no requests, and needs none."""
+        request = getattr(seq, "request", None)
+        return default if request is None else dict(request.params.extra_args).get(self.option, default)
 
     def is_used(self, step: Step) -> bool:
         return step.needs_logits and any(self.value(seq, self) is not self for seq in step.seqs)

@@ -22,7 +22,7 @@ from nanovllm.layers.matmul.table import Key
 from nanovllm.utils.light_imports import import_without_torch_compile
 from nanovllm.utils.optional_packages import OptionalPackage, keep_kernels
 
-MAX_GRAPH_BATCH_SIZE = 512  # of `engine.runner.cuda_graphs`
+MAX_GRAPH_BATCH_SIZE = 512  # of `engine.batch_sizes`
 logger = logging.getLogger(__name__)
 
 _ALIGNMENT = 64  # elements. The tensor memory accelerator needs 16 bytes; less than this was not tried.
