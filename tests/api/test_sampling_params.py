@@ -328,7 +328,7 @@ def test_a_pydantic_model_is_its_schema():
         (SamplingParams, "max_new_tokens", "use max_tokens"),
         (SamplingParams, "best_of", "use n"),
         (SamplingParams, "guided_decoding", "use structured_outputs"),
-        (SamplingParams, "nothing_like_it", "known: temperature, max_tokens, .*bad_words$"),
+        (SamplingParams, "nothing_like_it", "known: temperature, max_tokens, .*extra_args$"),
         (StructuredOutputsParams, "choices", "did you mean 'choice'"),
         (StructuredOutputsParams, "json_object", 'use json={"type": "object"}'),
     ],
