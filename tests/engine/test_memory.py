@@ -41,7 +41,7 @@ def test_no_step_has_more_tokens(max_num_seqs, max_num_batched_tokens, max_model
         max_model_len=max_model_len,
         hf_config=SimpleNamespace(vocab_size=50),
     )
-    input_ids, positions, context, *sampling = largest_prefill(config, torch.device("cpu"))
+    input_ids, positions, context, *sampling, _ = largest_prefill(config, torch.device("cpu"))
     num_seqs = min(max_num_seqs, max_num_batched_tokens)
     ends = context.cu_seqlens_q.tolist()
     lengths = [end - start for start, end in pairwise(ends)]
