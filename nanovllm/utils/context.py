@@ -1,4 +1,6 @@
-"""Context: all that the layers see of a step, set by the model runner before it and reset after it."""
+"""Context: the contract between engine and layers. It is all that the layers see of a step: the model runner sets it
+before and resets it after.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

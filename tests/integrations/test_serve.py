@@ -68,7 +68,7 @@ class Running:
         while (self.engine._open or not self.llm.is_finished()) and time.monotonic() < deadline:
             time.sleep(0.01)
         assert_idle(self.llm)
-        assert self.engine._jobs == {} == self.engine._num_left
+        assert self.engine._submissions == {} == self.engine._num_left
         assert not self.engine._open
 
 

@@ -1,4 +1,4 @@
-"""One call of OpenAI's API: from its body to a job, and from the job's events to its answer."""
+"""One call of OpenAI's API: from its body to a submission, and from the submission's events to its answer."""
 
 import json
 from collections.abc import AsyncIterator
@@ -6,7 +6,7 @@ from typing import Any
 from uuid import uuid4
 
 from nanovllm import ReasoningSplitter, StreamDelta, ToolCallSplitter, split_reasoning, split_tool_calls
-from nanovllm.integrations.serving.engine_loop import Job
+from nanovllm.integrations.serving.engine_loop import Submission
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
 from nanovllm.openai_format.request_names import Row, make_params, read_parameters
 from nanovllm.utils.checks import quoted
@@ -20,7 +20,7 @@ class Call:
     """A call whose body can be served, as far as one knows without the model.
 
     Attributes:
-        job: what the engine gets.
+        submission: what the engine gets.
         streams: whether the answer is sent in parts.
     """
 
@@ -50,19 +50,21 @@ class Call:
         self._num_logprobs = params.logprobs
         tools = chat_options.tools if kind == CHAT and splits_tool_calls else None
         self._tools: list[Any] | None = tools if isinstance(tools, list) and tools else None
-        self.job = Job([prompt] if prompts is None else prompts, params, chat_options if kind == CHAT else None)
-        self.job.splits_reasoning = self._splits_reasoning
+        self.submission = Submission(
+            [prompt] if prompts is None else prompts, params, chat_options if kind == CHAT else None
+        )
+        self.submission.splits_reasoning = self._splits_reasoning
 
     async def accepted(self) -> int:
         """The number of prompt tokens, when the engine has them all. Raises ValueError or TypeError if it refuses one,
         EngineDied."""
-        return _checked(await self.job.events.get())
+        return _checked(await self.submission.events.get())
 
     async def _deltas(self) -> AsyncIterator[tuple[int, StreamDelta]]:
         """Until all choices have ended. Raises EngineDied and FailedAnswer."""
-        num_left = self.job.num_choices
+        num_left = self.submission.num_choices
         while num_left:
-            choice, delta = _checked(await self.job.events.get())
+            choice, delta = _checked(await self.submission.events.get())
             if delta["finish_reason"] == "error":
                 raise FailedAnswer(delta["error"])
             num_left -= delta["finish_reason"] is not None
@@ -71,7 +73,7 @@ class Call:
     async def answer(self, responder: Responder) -> Row:
         """The whole body. Raises as `accepted`, and FailedAnswer."""
         num_prompt_tokens = await self.accepted()
-        samples = [Row(text="", token_ids=[], logprobs=[]) for _ in range(self.job.num_choices)]
+        samples = [Row(text="", token_ids=[], logprobs=[]) for _ in range(self.submission.num_choices)]
         async for choice, delta in self._deltas():
             sample = samples[choice]
             sample["text"] += delta["text"] or ""
@@ -80,7 +82,7 @@ class Call:
             sample["finish_reason"] = delta["finish_reason"]
         if self._splits_reasoning:
             for sample in samples:
-                parts = split_reasoning(sample["text"], self.job.opens_reasoning)
+                parts = split_reasoning(sample["text"], self.submission.opens_reasoning)
                 sample["reasoning"], sample["content"] = parts
         if self._tools is not None:
             for sample in samples:
@@ -97,11 +99,13 @@ class Call:
             head["object"] = "chat.completion.chunk"
         if self._includes_usage:
             head["usage"] = None
-        num_tokens, starts = 0, [0] * self.job.num_choices
+        num_tokens, starts = 0, [0] * self.submission.num_choices
         begun: set[int] = set()
-        splitters = [ReasoningSplitter(self.job.opens_reasoning) for _ in starts] if self._splits_reasoning else []
+        splitters = (
+            [ReasoningSplitter(self.submission.opens_reasoning) for _ in starts] if self._splits_reasoning else []
+        )
         callers = [ToolCallSplitter(self._tools) for _ in starts] if self._tools is not None else []
-        num_calls = [0] * self.job.num_choices
+        num_calls = [0] * self.submission.num_choices
         try:
             async for index, delta in self._deltas():
                 num_tokens += len(delta["token_ids"])

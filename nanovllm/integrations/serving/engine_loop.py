@@ -24,7 +24,7 @@ class EngineDied(ServerEnds):
     """A step has failed."""
 
 
-class Job:
+class Submission:
     """Prompts of one call, with the same parameters.
 
     Attributes:
@@ -60,17 +60,18 @@ class EngineLoop:
         self._llm = llm
         self._tokenizer = llm.get_tokenizer()
         self._encoder, self._chat_template = llm.prompt_encoder, chat_template
-        self._inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # new jobs and cancelled ones; None at the end
-        self._jobs: dict[int, tuple[Job, int]] = {}  # request id -> its job, index of the prompt
+        # New submissions and cancelled ones; None at the end.
+        self._inbox: queue.SimpleQueue[Submission | None] = queue.SimpleQueue()
+        self._submissions: dict[int, tuple[Submission, int]] = {}  # request id -> its submission, index of the prompt
         self._num_left: dict[int, int] = {}  # request id -> samples that have not ended
-        self._open: set[Job] = set()  # not cancelled yet; of the event loop
+        self._open: set[Submission] = set()  # not cancelled yet; of the event loop
         self._end: ServerEnds | None = None  # likewise
         self._thread = threading.Thread(target=self._run, name="nanovllm-engine", daemon=True)
 
     # -- for the event loop ------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Called in the event loop that submits jobs."""
+        """Called in the event loop that submits."""
         self._loop = asyncio.get_running_loop()
         self._thread.start()
 
@@ -79,25 +80,25 @@ class EngineLoop:
         self._inbox.put(None)
         self._thread.join()
 
-    def submit(self, job: Job) -> None:
+    def submit(self, submission: Submission) -> None:
         """Its events begin to come. Raises ServerEnds."""
         if self._end is not None:
             raise self._end
-        self._open.add(job)
-        self._inbox.put(job)
+        self._open.add(submission)
+        self._inbox.put(submission)
 
-    def cancel(self, job: Job) -> None:
-        """Drop what is left of a job. Called at the end of each job."""
-        self._open.discard(job)
-        if not job.is_cancelled:
-            job.is_cancelled = True
-            self._inbox.put(job)
+    def cancel(self, submission: Submission) -> None:
+        """Drop what is left of a submission. Called at the end of each submission."""
+        self._open.discard(submission)
+        if not submission.is_cancelled:
+            submission.is_cancelled = True
+            self._inbox.put(submission)
 
     def end_calls(self, end: ServerEnds) -> None:
         """Raise an exception in all calls under way, and in those to come."""
         self._end = self._end or end
-        for job in self._open:
-            job.events.put_nowait(self._end)
+        for submission in self._open:
+            submission.events.put_nowait(self._end)
 
     def _die(self, error: BaseException) -> None:
         self.end_calls(EngineDied(f"the engine died: {type(error).__name__}: {error}"))
@@ -120,35 +121,35 @@ class EngineLoop:
         """Do what the event loop asks for, and wait for it if there is nothing else to do. Returns False at the end."""
         for _ in range(REQUESTS_AT_ONCE):
             try:
-                job = self._inbox.get(block=self._llm.is_finished())
+                submission = self._inbox.get(block=self._llm.is_finished())
             except queue.Empty:
                 break
-            if job is None:
+            if submission is None:
                 return False
-            if job.is_cancelled:
-                self._abort(job)
+            if submission.is_cancelled:
+                self._abort(submission)
             else:
-                self._add(job)
+                self._add(submission)
         return True
 
-    def _add(self, job: Job) -> None:
-        num_prompt_tokens, params = 0, job.params
-        if job.splits_reasoning:
+    def _add(self, submission: Submission) -> None:
+        num_prompt_tokens, params = 0, submission.params
+        if submission.splits_reasoning:
             params = with_channels(self._tokenizer, params)
         try:
-            for index, prompt in enumerate(job.prompts):
-                token_ids = self._read_prompt(prompt, job.chat_options)
+            for index, prompt in enumerate(submission.prompts):
+                token_ids = self._read_prompt(prompt, submission.chat_options)
                 request_id = self._llm.add_request(token_ids, params, streams=True)
-                job.request_ids.append(request_id)
-                self._jobs[request_id], self._num_left[request_id] = (job, index), job.params.n
+                submission.request_ids.append(request_id)
+                self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.params.n
                 num_prompt_tokens += len(token_ids)
-                if job.chat_options is not None:
-                    job.opens_reasoning = opens_reasoning(self._tokenizer, token_ids)
+                if submission.chat_options is not None:
+                    submission.opens_reasoning = opens_reasoning(self._tokenizer, token_ids)
         except (TypeError, ValueError, ImportError) as error:
-            self._abort(job)
-            self._post([(job, error)])
+            self._abort(submission)
+            self._post([(submission, error)])
         else:
-            self._post([(job, num_prompt_tokens)])
+            self._post([(submission, num_prompt_tokens)])
 
     def _read_prompt(self, prompt: Any, chat_options: ChatOptions | None) -> list[int]:
         """Token ids. Raises ValueError or TypeError."""
@@ -161,9 +162,9 @@ class EngineLoop:
             raise type(token_ids)(f"prompt: {token_ids}") from token_ids
         return token_ids
 
-    def _abort(self, job: Job) -> None:
-        for request_id in job.request_ids:
-            if self._jobs.pop(request_id, None) is not None:
+    def _abort(self, submission: Submission) -> None:
+        for request_id in submission.request_ids:
+            if self._submissions.pop(request_id, None) is not None:
                 self._llm.abort_request(request_id)
                 del self._num_left[request_id]
 
@@ -171,17 +172,17 @@ class EngineLoop:
         events = []
         for delta in deltas:
             request_id = delta["request_id"]
-            if request_id not in self._jobs:
+            if request_id not in self._submissions:
                 continue
-            job, index = self._jobs[request_id]
-            events.append((job, (index * job.params.n + delta["sample"], delta)))
+            submission, index = self._submissions[request_id]
+            events.append((submission, (index * submission.params.n + delta["sample"], delta)))
             if delta["finish_reason"] is not None:
                 self._num_left[request_id] -= 1
                 if not self._num_left[request_id]:
-                    del self._jobs[request_id], self._num_left[request_id]
+                    del self._submissions[request_id], self._num_left[request_id]
         self._post(events)
 
-    def _post(self, events: list[tuple[Job, Any]]) -> None:
+    def _post(self, events: list[tuple[Submission, Any]]) -> None:
         """Hand events over, all of a step at once: a call for each would wake the event loop as often."""
         self._call(partial(_put_all, events))
 
@@ -192,6 +193,6 @@ class EngineLoop:
             logger.debug("the event loop has ended before the engine")
 
 
-def _put_all(events: list[tuple[Job, Any]]) -> None:
-    for job, event in events:
-        job.events.put_nowait(event)
+def _put_all(events: list[tuple[Submission, Any]]) -> None:
+    for submission, event in events:
+        submission.events.put_nowait(event)

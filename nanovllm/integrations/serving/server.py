@@ -91,19 +91,19 @@ class Api:
         self._check_model(body.get("model"))
         try:
             call = Call(kind, body, **self._splits)
-            self._engine.submit(call.job)
+            self._engine.submit(call.submission)
             try:
                 if call.streams:
                     return await self._stream(call)
                 return await self._answer(call, request)
             except BaseException:
-                self._engine.cancel(call.job)
+                self._engine.cancel(call.submission)
                 raise
         except (ValueError, TypeError, ImportError) as error:
             raise HTTPException(400, str(error)) from error
 
     async def _answer(self, call: Call, request: Request) -> Response:
-        """Drops the job if the client leaves before it is done."""
+        """Drops the submission if the client leaves before it is done."""
         answer = asyncio.ensure_future(call.answer(self._responder))
         leaving = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
@@ -112,12 +112,12 @@ class Api:
         finally:
             answer.cancel()
             leaving.cancel()
-            self._engine.cancel(call.job)
+            self._engine.cancel(call.submission)
 
     async def _stream(self, call: Call) -> Response:
         num_prompt_tokens = await call.accepted()  # Until then an error has a status of its own.
         events = call.events(self._responder, num_prompt_tokens)
-        end = BackgroundTask(self._engine.cancel, call.job)  # also called when the client has left
+        end = BackgroundTask(self._engine.cancel, call.submission)  # also called when the client has left
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(events, headers=headers, media_type="text/event-stream", background=end)
 
