@@ -89,7 +89,8 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
     assert sum(scheduled) <= scheduler.max_num_batched_tokens or not is_prefill
     is_mixed = not is_prefill and seqs[-1].is_prefill
     assert sum(scheduled) <= scheduler.mixed_step_rows or not is_mixed
-    assert not is_mixed or all(seq.request.params.is_plain for seq in seqs), "whose draw needs logits"
+    prompts = [seq for seq in seqs if seq.is_prefill]
+    assert not is_mixed or all(seq.request.params.prompt_logprobs is None for seq in prompts), "a prefill's alone"
     seen["mixed"] += is_mixed
     has_cells = isinstance(scheduler.block_manager.cells, Cells)
     if (
