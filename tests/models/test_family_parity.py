@@ -284,7 +284,7 @@ def record_mixed_steps(llm) -> list[bool]:
     def prepare_and_record(step):
         prepare(step)
         if not step.is_prefill:
-            is_mixed.append(step.is_mixed)
+            is_mixed.append(step.kind.is_mixed)
 
     runner.prepare = prepare_and_record
     return is_mixed
