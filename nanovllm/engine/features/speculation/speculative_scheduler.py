@@ -163,7 +163,7 @@ class SpeculativeScheduler(Scheduler):
         seqs, index = step.seqs, range(len(step.seqs))
         finished = super().record(step, token_ids, seqs, heads)
         for i in range(1, max(num_right) + 1):
-            going_on = [k for k in index if num_right[k] >= i and not seqs[k].is_finished]
+            going_on = [k for k in index if num_right[k] >= i]  # Those that have ended are skipped as ever.
             of_step = [seqs[k] for k in going_on], [heads[k] + i for k in going_on]
             for seq in of_step[0]:
                 seq.num_scheduled_tokens = 1
