@@ -292,8 +292,8 @@ if __name__ == "__main__":
 def test_the_ranks_meet_where_no_other_user_and_no_other_host_can_reach_them(path, monkeypatch):
     meet, folders, before = Workers.meet, [], listening_addresses(os.getpid())
 
-    def look(self):
-        tp = meet(self)
+    def look(self, run):
+        tp = meet(self, run)
         folders.append(self._store_folder)
         assert stat.S_IMODE(os.stat(self._store_folder).st_mode) == 0o700
         assert os.listdir(self._store_folder) == ["store"]

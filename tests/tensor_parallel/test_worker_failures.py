@@ -28,9 +28,9 @@ def started(monkeypatch):
     started = []
     original = Workers._start
 
-    def start(self):
+    def start(self, run):
         started.append(self)
-        original(self)
+        original(self, run)
 
     monkeypatch.setattr(Workers, "_start", start)
     return started
