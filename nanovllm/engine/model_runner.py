@@ -17,7 +17,7 @@ from nanovllm.engine.batch_sizes import graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.features.logits.logit_steps import LogitSteps
 from nanovllm.engine.features.logits.logprobs import prompt_rows
 from nanovllm.engine.inputs import ModelInputs, padded_block_tables, send_prefill, write_prefill
-from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
+from nanovllm.engine.ranks.ranks import ENDED, Ranks, device_of_rank
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
 from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.sequence import Sequence
@@ -115,9 +115,12 @@ class ModelRunner:
                 return getattr(self, method_name)(*args)
 
     def check_workers(self) -> None:
-        """Raises WorkerError, and ends the engine, if another rank has died or failed."""
+        """Raises WorkerError, and ends the engine, if another rank has died or failed, and RuntimeError if it has ended
+        before."""
         try:
             self.event.check()
+            if self.event.has_ended:
+                raise RuntimeError(ENDED)
         except RuntimeError as error:
             self.event.end_after(error, self.give_back)
 

@@ -15,6 +15,8 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
+ENDED = "the engine's workers have ended: make a new LLM"
+
 
 class Ranks:
     """What a ModelRunner has as its `event`. This class stands for none: the engine has one rank.
@@ -25,9 +27,11 @@ class Ranks:
         processes: of the ranks that this one has started.
         events: for each of them the connection that says that a call lies in shared memory.
         shm: the segment that calls lie in; None with one rank.
+        has_ended: whether the other ranks have been ended.
     """
 
     shm: SharedMemory | None = None
+    has_ended = False
 
     def __init__(self) -> None:
         self.processes: list[BaseProcess] = []

@@ -19,7 +19,7 @@ from typing import Any
 from nanovllm.config import Config
 from nanovllm.engine.ranks.call_channel import CallWriter
 from nanovllm.engine.ranks.process_group import abort_group, join_group, open_store, remove_store, share_memory
-from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
+from nanovllm.engine.ranks.ranks import ENDED, Ranks, device_of_rank
 from nanovllm.engine.ranks.worker import (
     BLAME_SECONDS,
     HEARTBEAT_SECONDS,
@@ -73,7 +73,7 @@ class Workers(Ranks):
         self._interrupts_left = 0  # that rank 0 waits on; 0 while it does not wait for the others
         self._last_interrupt = 0.0
         self._group: TensorParallel | None = None
-        self._has_ended = False
+        self.has_ended = False
         self._channel: CallWriter | None = None
         self._interrupts = InterruptPipe()
         self._store_folder = os.path.join(_store_parent(), f"nanovllm-{secrets.token_hex(8)}")
@@ -200,8 +200,8 @@ class Workers(Ranks):
     def write(self, message: bytes) -> None:
         """A call, to all of them. Raises WorkerError or CollectiveError."""
         self.check()
-        if self._has_ended or self._channel is None:
-            raise RuntimeError("the engine's workers have ended: make a new LLM")
+        if self.has_ended or self._channel is None:
+            raise RuntimeError(ENDED)
         try:
             self._channel.write(message)
         except (EOFError, OSError) as error:
@@ -223,10 +223,10 @@ class Workers(Ranks):
         farewell: a call after which they end by themselves; without it, or after a failure, they are killed. So are
             those that do not answer it.
         """
-        if self._has_ended or os.getpid() != self._owner:  # A fork of the caller's owns none of it.
+        if self.has_ended or os.getpid() != self._owner:  # A fork of the caller's owns none of it.
             return
         with held_interrupt():
-            self._has_ended = True
+            self.has_ended = True
             deadline = time.monotonic()
             is_asked = self.failure is None and farewell is not None
             if is_asked and farewell is not None:
@@ -267,7 +267,7 @@ class Workers(Ranks):
         while True:
             failure = None
             ready: list[Any] = wait([*ranks, *beating, self._interrupts.reader], HEARTBEAT_SECONDS)
-            if self._has_ended:  # `end` itself listens for Ctrl-C then.
+            if self.has_ended:  # `end` itself listens for Ctrl-C then.
                 return
             # At most two beats at once: the time in which this process itself was stopped, as by Ctrl-Z, counts little.
             passed = min(time.monotonic() - before, 2 * HEARTBEAT_SECONDS)
@@ -285,7 +285,7 @@ class Workers(Ranks):
             if self._timeout is not None:
                 silent = [rank for rank, seconds in silence.items() if seconds > self._timeout]
                 failure = failure or (self._describe_silence(silent[0]) if silent else None)
-            if failure is not None and not self._has_ended:
+            if failure is not None and not self.has_ended:
                 self._fail(failure)
                 return
 
