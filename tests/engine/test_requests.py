@@ -36,7 +36,9 @@ def check_length(num_tokens: int) -> None:
         raise ValueError("is too long")
 
 
-config = SimpleNamespace(hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE), eos=(), kvcache_block_size=16, seed=0)
+config = SimpleNamespace(
+    hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE), eos=(), kvcache_block_size=16, seed=0, features=()
+)
 maker = SequenceMaker(config, None, SimpleNamespace(check=check_length, max_seq_len=LONGEST, remedy=""))
 
 

@@ -49,7 +49,11 @@ def test_pipeline_equals_its_twin(vocab_size, dtype):
     params = [SamplingParams(seed=i, **each) for i, each in enumerate(fields)]
     generator = torch.Generator().manual_seed(0)
     config = SimpleNamespace(
-        hf_config=SimpleNamespace(vocab_size=vocab_size), max_decode_rows=32, eos=(5, 7), logprobs_mode="raw_logprobs"
+        hf_config=SimpleNamespace(vocab_size=vocab_size),
+        max_decode_rows=32,
+        eos=(5, 7),
+        logprobs_mode="raw_logprobs",
+        features=(),
     )
     pipelines = {name: SamplingPipeline(config, torch.device(name)) for name in ("cpu", "cuda")}
     seqs = [decoding(i + 1, each, vocab_size) for i, each in enumerate(params)]
