@@ -75,9 +75,8 @@ class LogitSteps:
             shape = most, self._config.hf_config.vocab_size
             graphs.logits = torch.empty(shape, dtype=self._config.dtype, device=inputs.temperatures.device)
         hidden_states, out = self._hidden_states(inputs)[:n], graphs.logits
-        if (
-            out is not None and out.is_cuda and self._tp.size == 1
-        ):  # A copy of all logits would read and write them once more.
+        # On one GPU the head writes there itself: a copy of all logits would read and write them once more.
+        if out is not None and out.is_cuda and self._tp.size == 1:
             self._model.compute_logits(hidden_states, out=out[:n])
             return
         logits = self._full_logits(hidden_states)
