@@ -91,12 +91,13 @@ def time_decode(batch: int, value_heads: int, state_dtype: torch.dtype, num_prop
     num_bytes = batch * value_heads * DIM * DIM * state_dtype.itemsize
     num_layers = min(MAX_LAYERS, max(2, -(-MIN_STATE_BYTES // num_bytes)))
     stores = [layer.store(num_rows, state_dtype) for _ in range(num_layers)]
-    cells = ints(-2 - row if row % (1 + num_proposed) else row for row in range(num_rows))
+    cells = ints(range(num_rows))
+    is_proposed = ints(min(row % (1 + num_proposed), 1) for row in range(num_rows)) if num_proposed else None
     context_lens = ints(100 + row % (1 + num_proposed) for row in range(num_rows))
 
     def run() -> None:
         for store in stores:
-            delta_rule_decode(*layer.inputs, *layer.weights, *store, cells, context_lens, *layer.heads)
+            delta_rule_decode(*layer.inputs, *layer.weights, *store, cells, context_lens, *layer.heads, is_proposed)
 
     micros = time_graph(run, num_layers, 9, 3)
     return {"us": micros, "gb_per_s": (2 + num_proposed) * num_bytes / micros / 1e3}

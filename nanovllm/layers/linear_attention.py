@@ -178,11 +178,12 @@ class GatedDeltaNet(nn.Module):
     def _decode(self, inputs: list[Tensor], context: Context) -> Tensor:
         order = context.row_order
         # Cells and lengths first, because the kernels read these before the launch before them has ended.
-        rows: list[Any] = [context.cells, context.context_lens, *inputs]
+        rows: list[Any] = [context.cells, context.context_lens, context.is_proposed, *inputs]
         if order is not None:
-            rows = [x[order] for x in rows]
-        cells, lens, *inputs = rows
-        arguments: Any = (*inputs, *self._weights(), self.tails, self.states, cells, lens, *self._heads())
+            rows = [None if x is None else x[order] for x in rows]
+        cells, lens, is_proposed, *inputs = rows
+        places = self.tails, self.states, cells, lens
+        arguments: Any = (*inputs, *self._weights(), *places, *self._heads(), is_proposed)
         out = delta_rule_decode(*arguments)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 

@@ -28,10 +28,14 @@ class Context:
     context_lens: torch.Tensor | None = None  # [num_rows] decode: keys, the row's own included; 0 = padding
     # [num_seqs or num_rows, max_blocks], right-padded with -1; None in a prefill that reads nothing from the cache
     block_tables: torch.Tensor | None = None
-    # The sequences' cells in stores beside the KV cache; None without any. [num_rows]: as `delta_rule_decode` reads
-    # them. Of a prefill [4, num_seqs]: the cell that the state before the first new token is in, -1 = it is empty; the
-    # cell of the state after the last one; the cell of a snapshot, -1 = none; and the number of new tokens before that.
+    # The sequences' cells in stores beside the KV cache; None without any. [num_rows]: where each row's state is
+    # written, -1 = padding. Of a prefill [4, num_seqs]: the cell that the state before the first new token is in, -1 =
+    # it is empty; the cell of the state after the last one; the cell of a snapshot, -1 = none; and the number of new
+    # tokens before that.
     cells: torch.Tensor | None = None
+    # [num_rows] with cells and speculation: 1 = the row's token is proposed and continues the row before, whose state
+    # stays in its own cell; else 0
+    is_proposed: torch.Tensor | None = None
     # int64 [num_rows] mixed step, with cells: the rows in such an order that the rows of a prompt follow each other
     row_order: torch.Tensor | None = None
     # int64 [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.

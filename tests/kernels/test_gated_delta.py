@@ -47,11 +47,14 @@ class Layer:
         sizes = self.conv_dim, num_value_heads * self.dim, num_value_heads, num_value_heads
         return self.random(num_tokens, sum(sizes) + 8).split((*sizes, 8), dim=1)[:4]
 
-    def run(self, function, inputs, *places):
+    def run(self, function, inputs, *places, is_proposed=None):
         """The output, and tails and states after it. The layer's own stay as they are."""
         tails, states = self.tails.clone(), self.states.clone()
         weights = self.conv_weight, self.A_log, self.dt_bias, self.norm_weight, EPS
-        places = (torch.tensor(each, dtype=torch.int32, device=self.device) for each in places)
+        places = [torch.tensor(each, dtype=torch.int32, device=self.device) for each in places]
+        if is_proposed is not None:
+            places_of_rows = (*places, *self.heads, torch.tensor(is_proposed, dtype=torch.int32, device=self.device))
+            return function(*inputs, *weights, tails, states, *places_of_rows), tails, states
         return function(*inputs, *weights, tails, states, *places, *self.heads), tails, states
 
     def keep(self, result):
@@ -162,9 +165,9 @@ def test_decode_kernels_of_other_sizes_equal_twin(dim, device):
     layer = Layer(1, 2, dim, device)
     layer.fill(0, 2)
     inputs = layer.inputs(7)
-    places = [2, 2, 0, -2 - 5, -2 - 1, 6, -1], [3, 4, 9, 10, 11, 1, 0]
-    expected = layer.run(delta_rule_decode.twin, inputs, *places)
-    assert_close(layer.run(delta_rule_decode.kernel, inputs, *places), expected)
+    places, is_proposed = ([2, 2, 0, 5, 1, 6, -1], [3, 4, 9, 10, 11, 1, 0]), [0, 0, 0, 1, 1, 0, 0]
+    expected = layer.run(delta_rule_decode.twin, inputs, *places, is_proposed=is_proposed)
+    assert_close(layer.run(delta_rule_decode.kernel, inputs, *places, is_proposed=is_proposed), expected)
 
 
 @pytest.mark.parametrize("function", [delta_rule_decode.twin, delta_rule_decode.kernel])
@@ -176,10 +179,11 @@ def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     firsts, num_proposed, lens = [7, 3, 9, 5, 11, 20, 22], [0, 3, 5, 2, 1, 0, 4], [9, 2, 30, 1, 3, 4, 3]
     lent = iter((0, 1, 2, 4, 6, 8, 10, 12, 13, 14, 15, 16, 17, 18, 19))
     groups = [[first, *(next(lent) for _ in range(n))] for first, n in zip(firsts, num_proposed, strict=True)]
-    cells = [cell if i == 0 else -2 - cell for group in groups for i, cell in enumerate(group)] + [-1, -1]
+    cells = [cell for group in groups for cell in group] + [-1, -1]
+    is_proposed = [min(i, 1) for group in groups for i in range(len(group))] + [0, 0]
     context_lens = [n + i for group, n in zip(groups, lens, strict=True) for i in range(len(group))] + [0, 0]
     inputs = layer.inputs(len(cells))
-    out, tails, states = layer.run(function, inputs, cells, context_lens)
+    out, tails, states = layer.run(function, inputs, cells, context_lens, is_proposed=is_proposed)
     assert not out[-2:].any()
     # A compiled loop may fuse other operations than its first pass, and what is rounded to bfloat16 may then differ.
     tolerance = 1e-5 if state_dtype == torch.float32 else 2e-2

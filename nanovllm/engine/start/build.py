@@ -95,7 +95,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     max_blocks = -(-max_model_len // config.kvcache_block_size)
     columns: list[Columns] = [AttentionColumns(backend)]
     if has_cells:
-        columns.append(StateColumns())
+        columns.append(StateColumns(has_proposals=bool(config.speculation)))
     columns += config.features
     sizes_of_inputs = config.max_decode_rows, max_blocks, config.kvcache_block_size
     decode_inputs = DecodeInputs(*sizes_of_inputs, device, columns, num_mixed_rows)

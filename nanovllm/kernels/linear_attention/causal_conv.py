@@ -49,11 +49,19 @@ def _silu_and_norm(mixed, is_normed):
 
 
 @triton.jit
-def count_rows(cells, row, cell, following, num_rows):
+def load_proposed(is_proposed, row, num_rows):
+    """Whether the token of a row is only proposed. is_proposed: int32, or None if no token is."""
+    if is_proposed is None:
+        return False
+    return tl.load(is_proposed + row, mask=(row >= 0) & (row < num_rows), other=0) != 0
+
+
+@triton.jit
+def count_rows(cells, is_proposed, row, cell, following, num_rows):
     """How many rows a sequence has, of which this one, with this cell, is the first. following: the next row's cell, or
     -1."""
     count = 1
-    while (following == cell) | (following < -1):
+    while (following == cell) | load_proposed(is_proposed, row + count, num_rows):
         count += 1
         following = tl.load(cells + row + count, mask=row + count < num_rows, other=-1)
     return count
@@ -67,9 +75,9 @@ def _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM: tl.constexpr
     tl.store(at + 2 * CONV_DIM, x2.to(tails.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["cells", "context_lens"])
+@triton.jit(do_not_specialize=["num_rows"], do_not_specialize_on_alignment=["cells", "context_lens", "is_proposed"])
 def _convolve_rows_kernel(
-    mixed, qkv, weight, tails, cells, context_lens, num_rows, qkv_stride,
+    mixed, qkv, weight, tails, cells, context_lens, is_proposed, num_rows, qkv_stride,
     NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of a sequence's first row serves the first three, which see the tail, and writes the new tail. So no
@@ -85,12 +93,14 @@ def _convolve_rows_kernel(
     cell = tl.load(cells + row).to(tl.int64)
     # The rows of a sequence follow each other.
     before = tl.load(cells + row - 1, mask=row >= 1, other=-1)
-    second_before = tl.load(cells + row - 2, mask=row >= 2, other=-1)
     third_before = tl.load(cells + row - 3, mask=row >= 3, other=-1)
     following = tl.load(cells + row + 1, mask=row + 1 < num_rows, other=-1)
-    is_first = (cell >= 0) & (before != cell)
+    is_own = load_proposed(is_proposed, row, num_rows)
+    is_first = (cell >= 0) & (before != cell) & (not is_own)
     is_fourth_of_prompt = (cell >= 0) & (third_before == cell)
-    is_fourth_of_proposal = (cell < -1) & (before < -1) & (second_before < -1)
+    is_fourth_of_proposal = is_own
+    for back in tl.static_range(1, 3):
+        is_fourth_of_proposal &= load_proposed(is_proposed, row - back, num_rows)
     w0 = load_float(weight + channel * 4, inside)
     w1 = load_float(weight + channel * 4 + 1, inside)
     w2 = load_float(weight + channel * 4 + 2, inside)
@@ -105,23 +115,21 @@ def _convolve_rows_kernel(
     x_at = qkv + row.to(tl.int64) * qkv_stride + channel
     mixed_at = mixed + row.to(tl.int64) * CONV_DIM + channel
     if is_first:
-        count = count_rows(cells, row, cell, following, num_rows)
+        count = count_rows(cells, is_proposed, row, cell, following, num_rows)
         for i in range(0, tl.minimum(count, 3)):
             x3 = load_float(x_at + i * qkv_stride, inside)
             value = _silu_and_norm(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, is_normed)
             tl.store(mixed_at + i * CONV_DIM, value.to(mixed.dtype.element_ty), mask=inside)
             x0, x1, x2 = x1, x2, x3
-            following = tl.load(cells + row + i + 1, mask=i + 1 < count, other=-1)
-            if following < -1:
+            if load_proposed(is_proposed, row + i + 1, row + count):
                 _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM)
-                cell = (-2 - following).to(tl.int64)
+                cell = tl.load(cells + row + i + 1).to(tl.int64)
         if count > 3:  # If it is a proposed token, its own program writes the same.
             last = x_at + (count - 1).to(tl.int64) * qkv_stride
             x0 = load_float(last - 2 * qkv_stride, inside)
             x1 = load_float(last - qkv_stride, inside)
             x2 = load_float(last, inside)
             cell = tl.load(cells + row + count - 1).to(tl.int64)
-            cell = tl.where(cell < -1, -2 - cell, cell)
         _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM)
     elif is_fourth_of_prompt | is_fourth_of_proposal:
         x0 = load_float(x_at - 2 * qkv_stride, inside)
@@ -130,7 +138,7 @@ def _convolve_rows_kernel(
         value = load_float(x_at - 3 * qkv_stride, inside) * w0 + x0 * w1 + x1 * w2 + x2 * w3
         tl.store(mixed_at, _silu_and_norm(value, is_normed).to(mixed.dtype.element_ty), mask=inside)
         if is_fourth_of_proposal:
-            _store_tail(tails, -2 - cell, x0, x1, x2, channel, inside, CONV_DIM)
+            _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM)
 
 
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["cu_seqlens", "reads"])
@@ -161,7 +169,14 @@ def _convolve_sequences_kernel(
 
 
 def convolve_rows_triton(
-    qkv: Tensor, weight: Tensor, tails: Tensor, cells: Tensor, context_lens: Tensor, dim: int, num_key_heads: int
+    qkv: Tensor,
+    weight: Tensor,
+    tails: Tensor,
+    cells: Tensor,
+    context_lens: Tensor,
+    is_proposed: Tensor | None,
+    dim: int,
+    num_key_heads: int,
 ) -> Tensor:
     """q, k and v of a decode step, float32 `[num_tokens, conv_dim]`; padding rows are left as they are. Writes the new
     tails. dim: of all heads. The other arguments are those of `gated_delta.delta_rule_decode`."""
@@ -170,7 +185,7 @@ def convolve_rows_triton(
     mixed = torch.empty(num_rows, conv_dim, dtype=torch.float32, device=qkv.device)
     heads = max(1, _ROW_TILE // dim)
     launcher(_convolve_rows_kernel, (num_rows, triton.cdiv(num_heads, heads)), has_pdl(qkv.device))(
-        mixed, qkv, weight, tails, cells, context_lens, num_rows, qkv.stride(0),
+        mixed, qkv, weight, tails, cells, context_lens, is_proposed, num_rows, qkv.stride(0),
         NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, num_warps=4,
     )  # fmt: skip
     return mixed

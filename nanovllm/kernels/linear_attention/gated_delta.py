@@ -38,6 +38,7 @@ from nanovllm.kernels.linear_attention.causal_conv import (
     convolve_torch,
     count_rows,
     load_float,
+    load_proposed,
     silu,
 )
 from nanovllm.kernels.linear_attention.chunked_delta import scan_chunks, softplus
@@ -83,11 +84,11 @@ def _spread(x, DIM: tl.constexpr, INNER: tl.constexpr):
 
 @triton.jit(
     do_not_specialize=["num_rows", "b_stride", "a_stride"],
-    do_not_specialize_on_alignment=["b", "a", "cells", "context_lens"],
+    do_not_specialize_on_alignment=["b", "a", "cells", "context_lens", "is_proposed"],
 )
 def _decode_kernel(
-    out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, num_rows, z_stride, b_stride,
-    a_stride, scale, eps,
+    out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, is_proposed, num_rows, z_stride,
+    b_stride, a_stride, scale, eps,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of a sequence's first row computes all its rows. It reads the state before it waits, because the
@@ -106,12 +107,13 @@ def _decode_kernel(
     before = tl.load(cells + row - 1, mask=row >= 1, other=-1)
     following = tl.load(cells + row + 1, mask=row + 1 < num_rows, other=-1)
     context_len = tl.load(context_lens + row)
+    is_own = load_proposed(is_proposed, row, num_rows)
     dims = tl.arange(0, DIM)
     sides = tl.arange(0, DIM // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]  # [SIDES, SIDE]
     out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM
     # No row has a length below 0. Its comparison here makes the compiler load it beside the cells, and not after them.
-    if (cell < 0) | (before == cell) | (context_len < 0):
-        if cell == -1:
+    if (cell < 0) | (before == cell) | (context_len < 0) | is_own:
+        if cell < 0:
             if PDL:
                 gdc_wait()
             tl.store(out_at + dims, tl.zeros([DIM], out.dtype.element_ty))
@@ -122,7 +124,7 @@ def _decode_kernel(
     state = load_float(_state_at(states, write, in_rows, DIM, INNER), has_begun)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
-    count = count_rows(cells, row, cell, following, num_rows)
+    count = count_rows(cells, is_proposed, row, cell, following, num_rows)
     cells_at = cells + row
     if PDL:
         gdc_wait()
@@ -133,13 +135,12 @@ def _decode_kernel(
     z_at = z + row * z_stride + head * DIM + sides
     weight = tl.load(norm_weight + sides).to(tl.float32)
     for i in range(0, count):
-        later = tl.load(cells_at + i, mask=i > 0, other=0)
-        if later < -1:
+        if load_proposed(is_proposed, row + i, num_rows):
             kept = state.to(states.dtype.element_ty)
             tl.store(_state_at(states, write, in_rows, DIM, INNER), kept)
             # A proposed token begins with what a step of its own would read.
             state = kept.to(tl.float32)
-            write = (-2 - later).to(tl.int64) * NUM_HEADS + head
+            write = tl.load(cells_at + i).to(tl.int64) * NUM_HEADS + head
         # All loads come before the first exchange between threads, which waits for its own.
         k, q = tl.load(k_at + i * CONV_DIM), tl.load(q_at + i * CONV_DIM)
         v, gate = tl.load(v_at + i * CONV_DIM), tl.load(z_at + i * z_stride).to(tl.float32)
@@ -194,17 +195,20 @@ def delta_rule_decode(
     context_lens: Tensor,
     num_key_heads: int,
     num_value_heads: int,
+    is_proposed: Tensor | None = None,
 ) -> Tensor:
     """One token a row. Tails and states are updated in place.
 
     Rows of one sequence follow each other, in the order of their positions. Those of a prompt have equal cells. A token
-    that is only proposed (speculation) has `-2 - cell`: it continues the row before, and its tail and state are written
-    to a cell of its own. So those before it are kept.
+    that is only proposed (speculation) continues the row before, and its tail and state are written to a cell of its
+    own. So those before it are kept.
 
     Args:
-        cells: int32 `[num_tokens]`; -1 is a padding row, whose output is zeros.
+        cells: int32 `[num_tokens]`, where a row's tail and state are written; -1 is a padding row, whose output is
+            zeros.
         context_lens: int32 `[num_tokens]`, the tokens of the sequence up to the row's own. A row of 1 begins with a
             state of zeros, whatever its cell holds.
+        is_proposed: int32 `[num_tokens]`, 1 if the row's token is only proposed, else 0. None: no token is.
 
     Returns:
         `[num_tokens, num_value_heads * value_dim]`.
@@ -214,8 +218,8 @@ def delta_rule_decode(
     key_dim, value_dim = states.shape[2:]
     out = qkv.new_zeros(len(qkv), num_value_heads, value_dim)
     log_decay, beta = _gates(a, b, A_log, dt_bias)
-    ranks = _ranks(cells).masked_fill(cells == -1, -1)
-    writes = torch.where(cells < -1, -2 - cells, cells).long()
+    ranks = _ranks(cells, is_proposed).masked_fill(cells < 0, -1)
+    writes = cells.long()
     back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
     for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
         rows = torch.nonzero(ranks == rank).squeeze(1)
@@ -342,18 +346,20 @@ def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(out.dtype).flatten(1)
 
 
-def _ranks(cells: Tensor) -> Tensor:
+def _ranks(cells: Tensor, is_proposed: Tensor | None) -> Tensor:
     """How many rows of the same sequence are right before each row."""
     rows = torch.arange(len(cells), device=cells.device)
     is_first = torch.ones_like(cells, dtype=torch.bool)
-    is_first[1:] = (cells[1:] != cells[:-1]) & (cells[1:] >= -1)
+    is_first[1:] = cells[1:] != cells[:-1]
+    if is_proposed is not None:
+        is_first &= is_proposed == 0
     return rows - torch.where(is_first, rows, 0).cummax(0).values
 
 
 @kernel_of(delta_rule_decode)
 def _launch_delta_rule_decode(
     qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states,
-    cells, context_lens, num_key_heads, num_value_heads,
+    cells, context_lens, num_key_heads, num_value_heads, is_proposed=None,
 ):  # fmt: skip
     """Two launches. The first one writes q, k and v and the new tails, which several heads share.
 
@@ -366,10 +372,10 @@ def _launch_delta_rule_decode(
     out = torch.empty(num_rows, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
     if num_rows == 0:
         return out
-    mixed = convolve_rows_triton(qkv, conv_weight, tails, cells, context_lens, dim, num_key_heads)
+    mixed = convolve_rows_triton(qkv, conv_weight, tails, cells, context_lens, is_proposed, dim, num_key_heads)
     config = choose_decode(dim)
     launcher(_decode_kernel, (num_value_heads, num_rows), has_pdl(qkv.device))(
-        out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, num_rows,
+        out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, is_proposed, num_rows,
         z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
         NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, SIDE=config.warp_columns,
         num_warps=config.num_warps, maxnreg=config.max_registers,
