@@ -51,9 +51,10 @@ def _silu_and_norm(mixed, is_normed):
 @triton.jit
 def load_proposed(is_proposed, row, num_rows):
     """Whether the token of a row is only proposed. is_proposed: int32, or None if no token is."""
-    if is_proposed is None:
-        return False
-    return tl.load(is_proposed + row, mask=(row >= 0) & (row < num_rows), other=0) != 0
+    found = False
+    if is_proposed is not None:
+        found = tl.load(is_proposed + row, mask=(row >= 0) & (row < num_rows), other=0) != 0
+    return found
 
 
 @triton.jit
