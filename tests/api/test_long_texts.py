@@ -54,12 +54,6 @@ def test_a_text_of_megabytes_is_refused_by_its_beginning(llm, tokenized, call, w
     assert_idle(llm)
 
 
-def test_a_long_prompt_among_others(llm):
-    outputs = llm.generate(["a", LONG, "b"], greedy(2), use_tqdm=False, on_error="return")
-    assert [output["finish_reason"] for output in outputs] == ["length", "error", "length"]
-    assert outputs[1]["error"].startswith("prompts[1]: the text has 1500000 characters")
-
-
 @pytest.mark.parametrize("characters_per_token", [11, 39, 41, 1000])
 def test_a_text_of_long_tokens_may_fit(characters_per_token):
     text, sizes = "x" * (100 * characters_per_token), []

@@ -96,16 +96,6 @@ def test_stop_strings_while_sequences_are_preempted(path, reference):
             assert (output["token_ids"], output["text"]) == (tokens[:num_tokens], text)
 
 
-def test_stop_strings_by_hand(llm):
-    (plain,) = generate(llm, [[5, 6, 7]], greedy(30))
-    stop = plain["text"][5:8]
-    request = llm.add_request([5, 6, 7], greedy(30, stop=stop))
-    done = {}
-    while not llm.is_finished():
-        done |= dict(llm.step()[0])
-    assert done == {request: plain["token_ids"][: first_stop(llm, plain["token_ids"], [stop])[0]]}
-
-
 def test_special_tokens_are_left_out_unless_asked_for(llm):
     params = [SamplingParams(seed=i, max_tokens=60, ignore_eos=True, temperature=5.0) for i in range(12)]
     params += [dataclasses.replace(p, skip_special_tokens=False) for p in params]
@@ -114,13 +104,6 @@ def test_special_tokens_are_left_out_unless_asked_for(llm):
         decoded = llm.tokenizer.decode(output["token_ids"], skip_special_tokens=p.skip_special_tokens)
         assert output["text"] == decoded
     assert any(output["text"].count("<|") for output in outputs[12:])
-
-
-def test_stop_strings_need_a_tokenizer(path):
-    with make_llm(path) as llm:
-        with pytest.raises(ValueError, match=r"sampling_params\[1\]: stop=.*tokenizer"):
-            generate(llm, [[1], [2]], [greedy(3), greedy(3, stop="a")])
-        assert_idle(llm)
 
 
 # -- several samples ---------------------------------------------------------------------------------------------
@@ -146,11 +129,6 @@ def test_samples_of_one_prompt(llm):
     assert [[s["token_ids"] for s in o["samples"]] for o in again] == [
         [s["token_ids"] for s in o["samples"]] for o in outputs
     ]
-
-
-def test_samples_draw_apart_without_a_seed_too(llm):
-    (output,) = generate(llm, [[1, 2, 3]], SamplingParams(max_tokens=16, ignore_eos=True, n=8))
-    assert len({tuple(sample["token_ids"]) for sample in output["samples"]}) == 8
 
 
 def test_greedy_samples_are_what_greedy_is(llm, reference):
@@ -204,21 +182,6 @@ def test_each_sample_follows_a_grammar_of_its_own(llm):
     texts = [sample["text"] for sample in output["samples"]]
     assert set(texts) <= {"red", "green", "dark red", "blue"}
     assert len(set(texts)) > 1
-
-
-BAD_SCHEMA = form(json={"type": "foo"})
-
-
-def test_a_bad_schema_among_others(llm, reference):
-    good = reference.draw_prompts((10, 6), 4)
-    batch, params = [good[0], [1, 2], good[1]], [greedy(4), BAD_SCHEMA, greedy(4)]
-    with pytest.raises(ValueError, match=r"(?s)^sampling_params\[1\]: json=.*Invalid type: foo"):
-        generate(llm, batch, params)
-    assert_idle(llm)
-    outputs = llm.generate(batch, params, use_tqdm=False, on_error="return")
-    assert [outputs[0]["token_ids"], outputs[2]["token_ids"]] == reference.greedy(good, 4)
-    assert outputs[1]["finish_reason"] == "error"
-    assert outputs[1]["error"].startswith("sampling_params[1]: json=")
 
 
 def test_a_missing_library_is_named(llm, monkeypatch):
