@@ -189,6 +189,8 @@ LFS_POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a21\nsi
         (b'{"a": "\xff"}', "is not valid JSON"),
         (b"[" * 100_000, "is not valid JSON"),
         (b"[]", "must hold a JSON object, not a list"),
+        (b"null", "must hold a JSON object"),
+        (b"{}", "architectures=None"),
         (LFS_POINTER.encode(), "is a Git LFS pointer.*git lfs pull"),
         (b'{"hidden_size": 64}', "architectures=None"),
         (b'{"model_type": "no-such-model"}', "no-such-model"),

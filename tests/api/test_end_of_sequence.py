@@ -82,16 +82,9 @@ def test_the_tokenizers_end_of_sequence_stops_and_stays_out_of_the_text(tmp_path
 
 def test_completion_ends_where_the_engine_does(llm, reference):
     prompts = [random_prompt(length, seed=length) for length in (150, 198, 199)]
-    outputs = llm.generate(prompts, greedy(100), use_tqdm=False)
+    outputs = llm.generate(prompts, [greedy(100), greedy(None), greedy(100)], use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == [50, 2, 1]
     assert {output["finish_reason"] for output in outputs} == {"length"}
     assert [output["token_ids"] for output in outputs] == [
         tokens[:n] for tokens, n in zip(reference.greedy(prompts, 50), (50, 2, 1), strict=True)
     ]
-
-
-def test_max_model_len_is_lowered_to_the_models(path):
-    with make_llm(path, max_model_len=1_000_000) as llm:
-        assert llm.config.max_model_len == 1024
-        with pytest.raises(ValueError, match=r"1024 tokens"):
-            llm.generate([[1] * 1024], use_tqdm=False)

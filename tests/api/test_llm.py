@@ -58,6 +58,8 @@ def test_arguments_are_left_alone_and_may_be_empty_or_any_iterable(llm):
     assert complete(llm, (prompt for prompt in prompts), tuple(params)) == expected
     assert llm.generate([], greedy(5), use_tqdm=False) == llm.generate([], [], use_tqdm=False) == []
     assert list(llm.stream([], greedy(3))) == list(llm.generate_iter([], greedy(3))) == []
+    outputs = llm.generate(["", []], greedy(2), use_tqdm=False, on_error="return")
+    assert [output["finish_reason"] for output in outputs] == ["error", "error"]
 
 
 def test_defaults_sample_at_most_64_tokens(llm):
@@ -143,16 +145,6 @@ def test_steps_by_hand_are_generate(path, reference):
         assert sum(num for num in num_tokens if num < 0) == -3 * 9
         assert_idle(llm)
         assert complete(llm, prompts, greedy(10)) == tokens
-
-
-def test_a_reset_prefix_cache_gives_nothing(llm, reference):
-    (prompt,) = reference.draw_prompts((100,), 3)
-    cached = []
-    for _ in range(2):
-        llm.reset_prefix_cache()
-        cached += [llm.generate([prompt], greedy(3), use_tqdm=False)[0]["num_cached_tokens"] for _ in range(2)]
-    assert cached == [0, 96, 0, 96]
-    assert complete(llm, [prompt], greedy(3)) == reference.greedy([prompt], 3)
 
 
 def test_requests_that_arrive_later(llm, reference):

@@ -31,28 +31,25 @@ def test_version_and_help_of_the_module():
     assert "invalid choice: 'tun'" in run("tun").stderr
 
 
-def test_what_is_tuned_in_fp8(capsys):
-    assert main(["tune", "Qwen3-30B-A3B", "--quantization", "fp8", "--dry-run"]) == 0
-    lines = capsys.readouterr().out
-    for candidate in ("split-k", "experts-gemv", "expert-tiles", "quack-experts"):
-        assert f" {candidate} x " in lines
+def dry_run(capsys, *arguments: str) -> list[str]:
+    """The lines of `nanovllm tune --dry-run`, with single spaces."""
+    assert main(["tune", *arguments, "--dry-run"]) == 0
+    return [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
 
 
-def test_a_dry_run_needs_no_gpu(capsys):
-    assert main(["tune", "Qwen3-8B", "--dry-run"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert any(
-        line.split() == ["decode", "64", "tokens", "linear_silu", "[24576,", "4096]", "cublas", "x", "1"]
-        for line in lines
-    )
+def test_a_dry_run_needs_no_gpu(capsys, tmp_path):
+    lines = dry_run(capsys, "Qwen3-8B")
+    assert "decode 64 tokens linear_silu [24576, 4096] cublas x 1" in lines
     assert any("quack-kernels" in line for line in lines)
     assert "layers to measure" in lines[-1]
-
-
-def test_some_numbers_of_tokens_alone(capsys):
-    assert main(["tune", "Qwen3-8B", "--dry-run", "--tokens", "64", "2048"]) == 0
-    *lines, _ = capsys.readouterr().out.splitlines()
+    *lines, _ = dry_run(capsys, "Qwen3-8B", "--tokens", "64", "2048")
     assert {tuple(line.split()[:2]) for line in lines} == {("decode", "64"), ("prefill", "2048")}
+    of_two_gpus = dry_run(capsys, "Qwen3-8B", "--tensor-parallel-size", "2")
+    assert "decode 64 tokens linear_sum [4096, 6144] cublas x 1" in of_two_gpus
+    in_fp8 = "\n".join(dry_run(capsys, "Qwen3-30B-A3B", "--quantization", "fp8"))
+    for candidate in ("split-k", "experts-gemv", "expert-tiles", "quack-experts"):
+        assert f" {candidate} x " in in_fp8
+    assert "cublas" in "\n".join(dry_run(capsys, str(make_checkpoint(tmp_path))))
 
 
 def test_a_reader_may_stop_early():
@@ -62,17 +59,6 @@ def test_a_reader_may_stop_early():
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=300)
     os.close(writer)
     assert (done.returncode, done.stderr) == (141, "")
-
-
-def test_a_dry_run_of_one_gpus_part(capsys):
-    assert main(["tune", "Qwen3-8B", "--tensor-parallel-size", "2", "--dry-run"]) == 0
-    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    assert "decode 64 tokens linear_sum [4096, 6144] cublas x 1" in lines
-
-
-def test_a_dry_run_of_a_checkpoint(tmp_path, capsys):
-    assert main(["tune", str(make_checkpoint(tmp_path)), "--dry-run"]) == 0
-    assert "cublas" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
