@@ -142,12 +142,17 @@ CALLS = {
 }
 
 
-@pytest.mark.parametrize("error", [Interruption, KeyboardInterrupt])
-@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
-def test_exception_half_way(path, reference, monkeypatch, call, error):
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        *[("generate", Interruption), ("generate", KeyboardInterrupt), ("stream", KeyboardInterrupt)],
+        *[("generate_iter", KeyboardInterrupt), ("steps by hand", Interruption)],
+    ],
+)
+def test_exception_half_way(path, reference, monkeypatch, name, error):
     """Chunks, a cached beginning, preemption: whatever the state, nothing of it may survive."""
-    prompts = reference.draw_prompts((50, 45, 40), 20, prefix=random_prompt(32, seed=0))
-    expected = reference.greedy(prompts, 20)
+    prompts = reference.draw_prompts((50, 45, 40), 12, prefix=random_prompt(32, seed=0))
+    expected = reference.greedy(prompts, 12)
     with make_llm(path, num_kvcache_blocks=8, max_num_batched_tokens=30) as llm:
         model, calls = llm.model_runner.model, []
         forward = model.forward
@@ -163,12 +168,15 @@ def test_exception_half_way(path, reference, monkeypatch, call, error):
             with monkeypatch.context() as patch:
                 patch.setattr(model, "forward", failing)
                 with pytest.raises(error):
-                    call(llm, prompts, [greedy(20), greedy(2), greedy(20)])
-            while not llm.is_finished():  # By hand, what was not lost may be completed.
-                assert call is by_hand
-                llm.step()
+                    CALLS[name](llm, prompts, [greedy(12), greedy(2), greedy(12)])
+            # By hand, requests are dropped or completed, as the engine likes, but nothing wrong may come out.
+            done = [] if name == "steps by hand" else None
+            while not llm.is_finished():
+                done += [tokens for _, tokens in llm.step()[0]]
+            assert all(tokens in (expected[0], expected[1][:2], expected[2]) for tokens in done or ())
             assert_idle(llm)
-            assert complete(llm, prompts, greedy(20)) == expected
+            assert complete(llm, prompts, greedy(12)) == expected
+        assert llm.scheduler.num_preemptions > 0
 
 
 class CtrlC:
@@ -212,27 +220,6 @@ def test_ctrl_c_at_any_line_of_the_engine(path, reference):
                 complete(llm, prompts, greedy(12))
             assert_idle(llm)
         assert complete(llm, prompts, greedy(12)) == expected
-
-
-@pytest.mark.parametrize("steps_before", [0, 1, 3])
-def test_exception_in_a_step_by_hand(path, reference, monkeypatch, steps_before):
-    prompts = reference.draw_prompts((20, 30), 8)
-    with make_llm(path) as llm:
-        ids = [llm.add_request(prompt, greedy(8)) for prompt in prompts]
-        expected = dict(zip(ids, reference.greedy(prompts, 8), strict=True))
-        for _ in range(steps_before):
-            assert llm.step()[0] == []
-        with monkeypatch.context() as patch:
-            patch.setattr(llm.model_runner.model, "forward", lambda *args: 1 / 0)
-            with pytest.raises(ZeroDivisionError):
-                llm.step()
-        # Dropped or completed, as the engine likes, but nothing wrong may come out.
-        done = {}
-        while not llm.is_finished():
-            done |= dict(llm.step()[0])
-        assert done == {request: expected[request] for request in done}
-        assert_idle(llm)
-        assert complete(llm, prompts, greedy(8)) == list(expected.values())
 
 
 def test_an_exception_in_a_callback_or_in_the_prompts_ends_the_batch(llm, reference):

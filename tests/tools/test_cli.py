@@ -1,5 +1,6 @@
 """The command line: what it prints, what it writes, and its exit status."""
 
+import io
 import json
 import os
 import subprocess
@@ -61,23 +62,34 @@ def test_a_reader_may_stop_early():
     assert (done.returncode, done.stderr) == (141, "")
 
 
+DEMO = str(Path(__file__).parents[2] / "assets" / "demo-model")
+
+
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("command", "status", "message"),
     [
-        (["no/such/model"], "model='no/such/model'"),
-        (["Qwen3-8B", "--output", "a", "--package"], "not allowed with argument"),
-        (["Qwen3-8B", "--tensor-parallel-size", "3"], "tensor_parallel_size=3: must divide"),
-        (["Qwen3-8B", "--tensor-parallel-size", "0"], "tensor_parallel_size=0"),
-        (["Qwen3-8B", "--tokens", "1", "3"], "--tokens 3: must be among 1, 2, 4, 8"),
+        ("tune no/such/model", 1, "model='no/such/model'"),
+        ("tune Qwen3-8B --output a --package", 2, "not allowed with argument"),
+        ("tune Qwen3-8B --tensor-parallel-size 3", 1, "tensor_parallel_size=3: must divide"),
+        ("tune Qwen3-8B --tensor-parallel-size 0", 1, "tensor_parallel_size=0"),
+        ("tune Qwen3-8B --tokens 1 3", 1, "--tokens 3: must be among 1, 2, 4, 8"),
+        ("fit Qwen3-8B --max-num-seqs 0", 1, "max_num_seqs=0"),
+        ("fit Qwen3-8B --quantization x", 1, "quantization='x'"),
+        ("fit Qwen3-8B --dtype int4", 2, "--dtype: invalid choice: 'int4'"),
+        *[(f"fit Qwen3-8B --gpu-memory={size}", 2, "no size of a GPU") for size in ("0", "-3", "nan", "much")],
+        (f"chat {DEMO} --temperature -1", 1, "temperature=-1"),
+        (f"chat {DEMO} --top-k -7", 1, "top_k=-7"),
+        (f"chat {DEMO} --quantization int3", 1, "quantization='int3'"),
     ],
 )
-def test_mistakes_are_named(capsys, monkeypatch, arguments, message):
+def test_mistakes_are_named(capsys, monkeypatch, command, status, message):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("sys.stdin", io.StringIO())
     try:
-        status = main(["tune", *arguments])
+        found = main(command.split())
     except SystemExit as error:
-        status = error.code
-    assert status in (1, 2)
+        found = error.code
+    assert found == status
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err
