@@ -26,39 +26,19 @@ def cut(tokens, ends):
     return tokens, "length"
 
 
-@pytest.mark.parametrize("source", ["generation_config", "config", "option", "option-of-one"])
-def test_each_end_of_sequence_token_stops(tmp_path, reference, endings, source):
+@pytest.mark.parametrize("source", ["generation_config", "option"])
+def test_each_end_of_sequence_token_stops(tmp_path, endings, source):
     prompts, completions, ends = endings
     path = make_checkpoint(tmp_path)
-    options = {}
-    if source == "generation_config":
-        edit_json(path / "generation_config.json", eos_token_id=ends)
-    elif source == "config":
-        (path / "generation_config.json").unlink(missing_ok=True)
-        edit_json(path / "config.json", eos_token_id=ends)
-    elif source == "option":
-        # Replaces what the files say.
-        edit_json(path / "generation_config.json", eos_token_id=[completions[0][0], completions[1][0]])
-        options["eos"] = ends
-    else:
-        ends = ends[:1]
-        options["eos"] = ends[0]
-    with make_llm(path, **options) as llm:
+    # An option replaces what the files say.
+    edit_json(path / "generation_config.json", eos_token_id=ends if source != "option" else [completions[0][0]])
+    with make_llm(path, **({"eos": ends} if source == "option" else {})) as llm:
         stopping = SamplingParams(temperature=0, max_tokens=16)
         outputs = llm.generate([*prompts, *prompts], [stopping] * 2 + [greedy(16)] * 2, use_tqdm=False)
         assert_idle(llm)
     found = [(output["token_ids"], output["finish_reason"]) for output in outputs]
     assert found == [cut(tokens, ends) for tokens in completions] + [(tokens, "length") for tokens in completions]
-    assert {reason for _, reason in found[:2]} == ({"stop"} if len(ends) == 2 else {"stop", "length"})
-
-
-def test_end_of_sequence_as_the_last_allowed_token_is_a_stop(path, endings):
-    prompts, completions, ends = endings
-    tokens, _ = cut(completions[0], ends)
-    with make_llm(path, eos=ends) as llm:
-        params = SamplingParams(temperature=0, max_tokens=len(tokens))
-        (output,) = llm.generate(prompts[:1], params, use_tqdm=False)
-    assert (output["token_ids"], output["finish_reason"]) == (tokens, "stop")
+    assert [reason for _, reason in found[:2]] == ["stop", "stop"]
 
 
 def test_the_tokenizers_end_of_sequence_stops_and_stays_out_of_the_text(tmp_path, endings):
@@ -82,16 +62,9 @@ def test_the_tokenizers_end_of_sequence_stops_and_stays_out_of_the_text(tmp_path
 
 def test_completion_ends_where_the_engine_does(llm, reference):
     prompts = [random_prompt(length, seed=length) for length in (150, 198, 199)]
-    outputs = llm.generate(prompts, greedy(100), use_tqdm=False)
+    outputs = llm.generate(prompts, [greedy(100), greedy(None), greedy(100)], use_tqdm=False)
     assert [len(output["token_ids"]) for output in outputs] == [50, 2, 1]
     assert {output["finish_reason"] for output in outputs} == {"length"}
     assert [output["token_ids"] for output in outputs] == [
         tokens[:n] for tokens, n in zip(reference.greedy(prompts, 50), (50, 2, 1), strict=True)
     ]
-
-
-def test_max_model_len_is_lowered_to_the_models(path):
-    with make_llm(path, max_model_len=1_000_000) as llm:
-        assert llm.config.max_model_len == 1024
-        with pytest.raises(ValueError, match=r"1024 tokens"):
-            llm.generate([[1] * 1024], use_tqdm=False)

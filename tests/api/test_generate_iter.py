@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from checkpoints import assert_idle, both_ways, complete, greedy, random_prompt
+from checkpoints import assert_idle, both_ways, greedy, random_prompt
 from leaving import LEAVING
 
 from nanovllm.engine.text.streaming import NO_PROMPT
@@ -13,13 +13,14 @@ shared_llm = both_ways(max_num_seqs=4)
 
 @pytest.mark.parametrize("ordered", [False, True])
 def test_the_results_of_generate_whatever_the_iterable(llm, ordered):
-    prompts = [random_prompt(3 + i % 11, seed=i) for i in range(70)]
-    params = [greedy(1 + (7 * i) % 13, n=1 + i % 2) for i in range(70)]
+    num = 24  # several times what a step computes
+    prompts = [random_prompt(3 + i % 11, seed=i) for i in range(num)]
+    params = [greedy(1 + (7 * i) % 13, n=1 + i % 2) for i in range(num)]
     expected = llm.generate(prompts, params, use_tqdm=False)
     results = list(llm.generate_iter((p for p in prompts), (p for p in params), ordered=ordered))
-    assert sorted(index for index, _ in results) == list(range(70))
+    assert sorted(index for index, _ in results) == list(range(num))
     if ordered:
-        assert [index for index, _ in results] == list(range(70))
+        assert [index for index, _ in results] == list(range(num))
     for index, output in results:
         for name in ("text", "token_ids", "finish_reason", "num_prompt_tokens"):
             assert output[name] == expected[index][name]
@@ -122,77 +123,15 @@ def test_faults_without_end_do_not_pile_up(llm, ordered):
     results.close()
 
 
-def test_a_faulty_prompt_ends_the_iterator_with_its_index(llm, reference):
-    prompts = ([5, 6, 7] if i != 33 else "" for i in range(100))
-    results = llm.generate_iter(prompts, greedy(2))
-    with pytest.raises(ValueError, match=r"prompts\[33\]: is empty"):
-        list(results)
-    assert_idle(llm)
-    assert complete(llm, [[5, 6, 7]], greedy(4)) == reference.greedy([[5, 6, 7]], 4)
-
-
-def test_an_iterable_that_fails(llm):
-    def prompts():
-        yield from [[1]] * 9
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        list(llm.generate_iter(prompts(), greedy(2)))
-    assert_idle(llm)
-
-
-@pytest.mark.parametrize(("num_params", "first"), [(5, "sampling_params"), (7, "prompts")])
-def test_another_number_of_parameters_than_of_prompts(llm, num_params, first):
-    results = llm.generate_iter([[1]] * 6, [greedy(2)] * num_params)
-    with pytest.raises(ValueError, match=f"sampling_params: {first} ended after {min(num_params, 6)}"):
-        list(results)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(([[1]], "greedy"), "sampling_params"), ((7,), "prompts"), (([[1]], None, False, "ignore"), "on_error")],
-)
-def test_wrong_arguments_at_once(llm, arguments, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        llm.generate_iter(*arguments)
-
-
-def test_one_text_and_nothing_at_all(llm):
-    ((index, output),) = llm.generate_iter("the table", greedy(3))
-    assert (index, len(output["token_ids"])) == (0, 3)
-    assert list(llm.generate_iter([], greedy(3))) == []
-
-
-@pytest.mark.parametrize("num_read", [0, 1, 5])
 @pytest.mark.parametrize("leave", LEAVING)
-def test_an_iterator_left_half_way_frees_its_blocks(llm, leave, num_read):
-    results = llm.generate_iter(Endless(), greedy(5))
-    for _ in range(num_read):
-        next(results)
-    leave(results)
-    del results
-    assert_idle(llm)
-
-
-@pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-@pytest.mark.parametrize("method", ["stream", "generate_iter"])
-def test_an_exception_or_ctrl_c_in_a_step(llm, reference, monkeypatch, method, error):
-    prompts = reference.draw_prompts((20, 5, 30), 9)
-    forward, calls = llm.model_runner.model.forward, []
-
-    def failing(*args):
-        calls.append(0)
-        if len(calls) == 5:
-            raise error
-        return forward(*args)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.model_runner.model, "forward", failing)
-        results = getattr(llm, method)(prompts, [greedy(2), greedy(9), greedy(9)])
-        with pytest.raises(error):
-            list(results)
-    assert_idle(llm)
-    assert complete(llm, prompts, greedy(9)) == reference.greedy(prompts, 9)
+def test_an_iterator_left_half_way_frees_its_blocks(llm, leave):
+    for num_read in (0, 1, 5):
+        results = llm.generate_iter(Endless(), greedy(5))
+        for _ in range(num_read):
+            next(results)
+        leave(results)
+        del results
+        assert_idle(llm)
 
 
 def test_abort_within_an_iterator(llm):

@@ -23,12 +23,28 @@ def alive(references) -> int:
     return sum(reference() is not None for reference in references)
 
 
-@pytest.mark.parametrize("used", [False, True])
+def fail_in_a_batch(llm):
+    with pytest.MonkeyPatch.context() as patch:
+        # Of the class: undone for an instance, it would make the model refer to itself.
+        patch.setattr(type(llm.model_runner.model), "forward", lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([[1]], greedy(3), use_tqdm=False)
+
+
+USES = {
+    "nothing": lambda llm: None,
+    "a batch": lambda llm: complete(llm, [[1, 2, 3]], greedy(3)),
+    "unfinished requests": lambda llm: [llm.add_request([1, 2, 3], greedy(8)), llm.step()],
+    "an exception": fail_in_a_batch,
+    "half of a stream": lambda llm: (stream := llm.stream([[1, 2, 3]], greedy(8)), next(stream)),
+}
+
+
+@pytest.mark.parametrize("use", USES)
 @pytest.mark.parametrize("end", ["exit", "exit-twice", "with", "with-error", "del"])
-def test_memory_is_given_back(path, end, used):
+def test_memory_is_given_back(path, end, use):
     llm = make_llm(path)
-    if used:
-        complete(llm, [[1, 2, 3]], greedy(3))
+    kept = USES[use](llm)
     tensors = big_tensors(llm)
     assert alive(tensors) == len(tensors)
     if end.startswith("exit"):
@@ -38,43 +54,16 @@ def test_memory_is_given_back(path, end, used):
     elif end == "with":
         with llm as entered:
             assert entered is llm
+        del entered
     elif end == "with-error":
         with pytest.raises(ZeroDivisionError), llm:
             raise ZeroDivisionError
     else:
-        del llm
+        kept = None  # A stream has its engine.
+    del llm
     # No gc.collect() here: the next engine wants the memory now.
     assert alive(tensors) == 0
-
-
-def test_memory_is_given_back_with_requests_unfinished(path):
-    llm = make_llm(path)
-    llm.add_request([1, 2, 3], greedy(8))
-    llm.step()
-    tensors = big_tensors(llm)
-    del llm
-    assert alive(tensors) == 0
-
-
-def test_memory_is_given_back_by_an_exit_in_the_middle_of_a_stream(path):
-    llm = make_llm(path)
-    tensors = big_tensors(llm)
-    deltas = llm.stream([[1, 2, 3]], greedy(8))
-    next(deltas)
-    llm.exit()
-    assert alive(tensors) == 0
-
-
-def test_memory_is_given_back_after_an_exception_in_generate(path, monkeypatch):
-    llm = make_llm(path)
-    tensors = big_tensors(llm)
-    with monkeypatch.context() as patch:
-        # Of the class: undone for an instance, it would make the model refer to itself.
-        patch.setattr(type(llm.model_runner.model), "forward", lambda *args: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            llm.generate([[1]], greedy(3), use_tqdm=False)
-    llm.exit()
-    assert alive(tensors) == 0
+    del kept
 
 
 @pytest.mark.parametrize("step", ["warmup_model", "allocate_kv_cache"])
@@ -100,28 +89,19 @@ def test_memory_is_given_back_when_init_fails(path, monkeypatch, step, error):
         assert len(complete(llm, [[1]], greedy(2))[0]) == 2
 
 
-def test_no_room_for_a_block(path):
-    # A block is 2 layers x 16 slots x 2 heads x 32 x 4 bytes of keys, and as many of values: 16 KiB.
+def test_the_size_of_the_cache(path):
+    with make_llm(path, num_kvcache_blocks=-1, kvcache_gib=2**-10) as llm:
+        # A block is 2 layers x 16 slots x 2 heads x 32 x 4 bytes of keys, and as many of values: 16 KiB.
+        assert llm.config.num_kvcache_blocks == 2**20 // (2 * 2 * 16 * 2 * 32 * 4)
+        assert llm.model_runner.kv_store.tensors[0].nbytes == 2**20
     with pytest.raises(MemoryError, match=r"kvcache_gib is 1e-05"):
         make_llm(path, num_kvcache_blocks=-1, kvcache_gib=1e-5)
-
-
-@pytest.mark.parametrize("options", [{"num_kvcache_blocks": 2**27}, {"num_kvcache_blocks": -1, "kvcache_gib": 65536}])
-def test_a_cache_larger_than_the_machine(path, options):
-    with pytest.raises(MemoryError, match=r"GiB, and this machine has .* lower num_kvcache_blocks or kvcache_gib"):
-        make_llm(path, **options)
-
-
-def test_a_published_shape_has_no_tokenizer():
+    for options in ({"num_kvcache_blocks": 2**27}, {"num_kvcache_blocks": -1, "kvcache_gib": 65536}):
+        says = "GiB, and this machine has .* lower num_kvcache_blocks or kvcache_gib"
+        with pytest.raises(MemoryError, match=says):
+            make_llm(path, **options)
     with pytest.raises(ValueError, match=r"Qwen3-0\.6B.*skip_tokenizer_init=True"):
-        LLM("Qwen3-0.6B", load_format="dummy", device="cpu")
-
-
-def test_kvcache_gib_sets_the_size(path):
-    with make_llm(path, num_kvcache_blocks=-1, kvcache_gib=2**-10) as llm:
-        assert llm.config.num_kvcache_blocks == 2**20 // (2 * 2 * 16 * 2 * 32 * 4)
-        cache = llm.model_runner.kv_store.tensors[0]
-        assert cache.nbytes == 2**20
+        LLM("Qwen3-0.6B", load_format="dummy", device="cpu")  # A published shape has no tokenizer.
 
 
 def test_nothing_works_after_exit(path):
@@ -184,11 +164,11 @@ def test_exit_while_another_thread_is_in_a_step(path, in_step, name, overlap):
     tensors = big_tensors(llm)
     worker = InThread(lambda: all_of(llm, name))
     assert entered.wait(60)
-    leaver = InThread(llm.exit)
-    leaver.join(0.1)
+    leavers = [InThread(llm.exit) for _ in range(2)]
+    leavers[0].join(0.1)
     assert alive(tensors) == len(tensors), "a step needs them"
     proceed.set()
-    assert leaver.outcome is None
+    assert [leaver.outcome for leaver in leavers] == [None, None]
     assert alive(tensors) == 0
     error = worker.outcome
     assert isinstance(error, RuntimeError)
@@ -299,30 +279,10 @@ def test_a_signal_handler_cannot_step_in_the_middle_of_a_step(path, monkeypatch,
     assert "a signal handler can exit() an engine in the middle of a step, but not use it" in refused
 
 
-def test_two_threads_that_exit(path, in_step):
-    entered, proceed = in_step
-    llm = make_llm(path)
-    worker = InThread(lambda: llm.generate([[1]], greedy(9), use_tqdm=False))
-    assert entered.wait(60)
-    leavers = [InThread(llm.exit) for _ in range(2)]
-    proceed.set()
-    assert [leaver.outcome for leaver in leavers] == [None, None]
-    with pytest.raises(RuntimeError, match="exited"):
-        raise worker.outcome
-
-
 @pytest.mark.parametrize("take", [pickle.dumps, copy.copy, copy.deepcopy, lambda llm: pickle.dumps(llm.generate)])
 def test_an_engine_cannot_be_copied(llm, take):
     with pytest.raises(TypeError, match="an LLM cannot be pickled or copied: make one LLM per process"):
         take(llm)
-
-
-def test_one_after_another(path, reference):
-    prompts = reference.draw_prompts((30, 4), 8)
-    for _ in range(3):
-        llm = make_llm(path)
-        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
-        llm.exit()
 
 
 @pytest.fixture(scope="module")
@@ -339,42 +299,28 @@ def pair(path, reference, tmp_path_factory):
     return cases
 
 
-def test_two_engines_side_by_side_step_by_step(pair):
+def test_two_engines_side_by_side(pair):
+    """Step by step, and in two threads."""
     engines = [make_llm(checkpoint, **options) for checkpoint, options, _, _ in pair]
-    ids = [[llm.add_request(p, greedy(20)) for p in case[2]] for llm, case in zip(engines, pair, strict=True)]
+    cases = list(zip(engines, pair, strict=True))
+    ids = [[llm.add_request(prompt, greedy(20)) for prompt in case[2]] for llm, case in cases]
     done = [{}, {}]
     while not all(llm.is_finished() for llm in engines):
         for llm, results in zip(engines, done, strict=True):
             if not llm.is_finished():
                 results |= dict(llm.step()[0])
-    for llm, case, requests, results in zip(engines, pair, ids, done, strict=True):
+    threads = [
+        InThread(lambda llm=llm, case=case: [complete(llm, case[2], greedy(20)) for _ in range(3)])
+        for llm, case in cases
+    ]
+    for (llm, case), requests, results, thread in zip(cases, ids, done, threads, strict=True):
         assert [results[i] for i in requests] == case[3]
+        assert thread.outcome == [case[3]] * 3
         assert_idle(llm)
     # One going takes nothing from the other.
     engines[0].exit()
     assert complete(engines[1], pair[1][2], greedy(20)) == pair[1][3]
     engines[1].exit()
-
-
-def test_two_engines_in_two_threads(pair):
-    engines = [make_llm(checkpoint, **options) for checkpoint, options, _, _ in pair]
-    results = [[], []]
-
-    def work(llm, prompts, into):
-        for _ in range(3):
-            into.append(complete(llm, prompts, greedy(20)))
-
-    threads = [
-        threading.Thread(target=work, args=(llm, case[2], into))
-        for llm, case, into in zip(engines, pair, results, strict=True)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for llm, case, result in zip(engines, pair, results, strict=True):
-        assert result == [case[3]] * 3
-        llm.exit()
 
 
 def test_dummy_weights_need_no_files(tmp_path):

@@ -6,10 +6,8 @@ import re
 import subprocess
 import sys
 
-import numpy as np
-import pytest
 import torch
-from checkpoints import EOS, assert_idle, complete, complete_by_steps, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import EOS, assert_idle, complete, complete_by_steps, greedy, make_llm, random_prompt
 from tqdm import tqdm
 
 from nanovllm import RequestOutput, SamplingParams
@@ -33,16 +31,6 @@ def test_texts_and_token_lists_mixed(llm, reference):
         assert all(type(token) is int for token in output["token_ids"])
 
 
-def test_one_text_is_a_batch_of_one(llm):
-    (alone,), (listed,) = (llm.generate(prompt, greedy(5), use_tqdm=False) for prompt in (TEXT, [TEXT]))
-    assert (alone["text"], alone["token_ids"]) == (listed["text"], listed["token_ids"])
-
-
-def test_nothing_to_do(llm):
-    assert llm.generate([], greedy(5), use_tqdm=False) == []
-    assert llm.generate([], [], use_tqdm=False) == []
-
-
 def test_results_keep_the_order_of_prompts_that_finish_out_of_order(llm, reference):
     prompts = [random_prompt(length, seed=length) for length in (40, 2, 17, 9)]
     params = [greedy(n) for n in (2, 20, 1, 7)]
@@ -62,22 +50,16 @@ def test_long_completions_begin_first(path, reference):
         assert outputs == [reference.greedy([p], n)[0] for p, n in zip(prompts, lengths, strict=True)]
 
 
-def test_prompts_and_parameters_may_be_any_iterable(llm):
-    prompts, params = [[1, 2], [3]], [greedy(3), greedy(2)]
+def test_arguments_are_left_alone_and_may_be_empty_or_any_iterable(llm):
+    prompts, params = [[1, 2, 3], "text"], [greedy(3), greedy(2)]
     expected = complete(llm, prompts, params)
-    assert complete(llm, (prompt for prompt in prompts), tuple(params)) == expected
-
-
-@pytest.mark.parametrize("convert", [np.array, lambda ids: list(np.array(ids, np.int32)), tuple])
-def test_token_ids_of_other_integer_types(llm, convert):
-    assert complete(llm, [convert([5, 6, 7]), [8]], greedy(4)) == complete(llm, [[5, 6, 7], [8]], greedy(4))
-
-
-def test_arguments_are_left_alone(llm):
-    prompts, params = [[1, 2, 3], "text"], [greedy(3), greedy(3)]
-    llm.generate(prompts, params, use_tqdm=False)
     assert prompts == [[1, 2, 3], "text"]
-    assert params == [greedy(3), greedy(3)]
+    assert params == [greedy(3), greedy(2)]
+    assert complete(llm, (prompt for prompt in prompts), tuple(params)) == expected
+    assert llm.generate([], greedy(5), use_tqdm=False) == llm.generate([], [], use_tqdm=False) == []
+    assert list(llm.stream([], greedy(3))) == list(llm.generate_iter([], greedy(3))) == []
+    outputs = llm.generate(["", []], greedy(2), use_tqdm=False, on_error="return")
+    assert [output["finish_reason"] for output in outputs] == ["error", "error"]
 
 
 def test_defaults_sample_at_most_64_tokens(llm):
@@ -91,32 +73,18 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_progress_bar_in_a_terminal(llm, monkeypatch):
-    monkeypatch.setattr(sys, "stderr", Terminal())
-    llm.generate([[1, 2], [3]], greedy(4), use_tqdm=False)
-    assert sys.stderr.getvalue() == ""
-    llm.generate([[1, 2], [3]], greedy(4))
-    shown = sys.stderr.getvalue()
-    assert "2/2" in shown
-    assert re.search(r"prefill=\d+tok/s, decode=\d+tok/s", shown)
-
-
-def test_no_progress_bar_in_a_file(llm, capsys):
+def test_progress_bar_in_a_terminal_of_the_callers_own_and_none_in_a_file(llm, monkeypatch, capsys):
     llm.generate([[1, 2], [3]], greedy(4), use_tqdm=True)
     assert capsys.readouterr() == ("", "")
-
-
-def test_progress_bar_of_the_callers_own(llm):
     shown = io.StringIO()
     llm.generate([[1, 2], [3]], greedy(4), use_tqdm=functools.partial(tqdm, file=shown, unit=" answers"))
     assert "2/2" in shown.getvalue()
     assert "answers/s" in shown.getvalue()
-
-
-@pytest.mark.parametrize("use_tqdm", [None, 1, "yes"])
-def test_use_tqdm_of_another_type(llm, use_tqdm):
-    with pytest.raises(TypeError, match=f"use_tqdm={use_tqdm!r}: must be True, False"):
-        llm.generate([[1]], greedy(1), use_tqdm=use_tqdm)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    llm.generate([[1, 2], [3]], greedy(4), use_tqdm=False)
+    assert sys.stderr.getvalue() == ""
+    llm.generate([[1, 2], [3]], greedy(4))
+    assert re.search(r"2/2.*prefill=\d+tok/s, decode=\d+tok/s", sys.stderr.getvalue())
 
 
 def test_progress_bar_in_a_notebook_without_widgets():
@@ -140,11 +108,9 @@ with progress_bar(True, 2) as show:
     assert "2/2" in run.stderr
 
 
-def test_get_tokenizer(llm, path):
+def test_get_tokenizer(llm):
     assert llm.get_tokenizer() is llm.tokenizer
     assert llm.get_tokenizer().eos_token == EOS
-    with make_llm(path) as without, pytest.raises(ValueError, match="skip_tokenizer_init"):
-        without.get_tokenizer()
 
 
 def test_unseeded_requests_draw_apart_and_repeat_with_the_engines_seed(path):
@@ -181,45 +147,6 @@ def test_steps_by_hand_are_generate(path, reference):
         assert complete(llm, prompts, greedy(10)) == tokens
 
 
-def test_an_aborted_request_leaves_the_others_alone(llm, reference):
-    prompts = reference.draw_prompts((20, 30, 40), 9)
-    ids = [llm.add_request(prompt, greedy(9)) for prompt in prompts]
-    llm.step()
-    llm.abort_request(ids[1])
-    llm.abort_request(ids[1])
-    done = {}
-    while not llm.is_finished():
-        done |= dict(llm.step()[0])
-    expected = reference.greedy(prompts, 9)
-    assert done == {ids[0]: expected[0], ids[2]: expected[2]}
-    assert_idle(llm)
-    llm.abort_request(ids[0])  # One that has finished, as it may while the caller decides.
-
-
-def test_abort_of_a_request_that_never_was(llm):
-    with pytest.raises(ValueError, match=r"request_id=1000000000: there is no such request; unfinished are: none"):
-        llm.abort_request(10**9)
-    ids = [llm.add_request([1 + i], greedy(2)) for i in range(12)]
-    for wrong in (-1, ids[-1] + 1):
-        with pytest.raises(ValueError, match=rf"request_id={wrong}: .*unfinished are: {ids[0]}, {ids[1]}, .*, \.\.\.$"):
-            llm.abort_request(wrong)
-    for wrong in ("1", 1.0, True, [ids[0]]):
-        with pytest.raises(TypeError, match=r"request_id=.*must be an id"):
-            llm.abort_request(wrong)
-    assert llm.stats()["waiting"] == 12
-    llm.abort_request()
-
-
-def test_a_reset_prefix_cache_gives_nothing(llm, reference):
-    (prompt,) = reference.draw_prompts((100,), 3)
-    cached = []
-    for _ in range(2):
-        llm.reset_prefix_cache()
-        cached += [llm.generate([prompt], greedy(3), use_tqdm=False)[0]["num_cached_tokens"] for _ in range(2)]
-    assert cached == [0, 96, 0, 96]
-    assert complete(llm, [prompt], greedy(3)) == reference.greedy([prompt], 3)
-
-
 def test_requests_that_arrive_later(llm, reference):
     prompts = [llm.tokenizer(TEXT)["input_ids"], [1, 2, 3], [4]]
     ids, done = [llm.add_request(TEXT, greedy(9))], {}
@@ -231,35 +158,3 @@ def test_requests_that_arrive_later(llm, reference):
             ids.append(llm.add_request(prompts[len(ids)], greedy(9)))
     assert len(set(ids)) == 3
     assert [done[i] for i in ids] == reference.greedy(prompts, 9)
-
-
-def test_generate_while_requests_are_queued(llm):
-    request = llm.add_request([1, 2, 3], greedy(3))
-    with pytest.raises(RuntimeError, match="add_request"):
-        llm.generate([[1]], greedy(3), use_tqdm=False)
-    assert not llm.is_finished()
-    done = {}
-    while not llm.is_finished():
-        done |= dict(llm.step()[0])
-    assert list(done) == [request]
-
-
-def test_step_without_requests(llm):
-    with pytest.raises(RuntimeError, match="add_request"):
-        llm.step()
-
-
-# -- without a tokenizer -----------------------------------------------------------------------------------------
-
-
-def test_skip_tokenizer_init(tmp_path):
-    with make_llm(make_checkpoint(tmp_path), skip_tokenizer_init=True) as llm:
-        assert llm.tokenizer is None
-        outputs = llm.generate([[1, 2]], greedy(3), use_tqdm=False)
-        assert outputs[0]["text"] is None
-        assert len(outputs[0]["token_ids"]) == 3
-        with pytest.raises(ValueError, match=r"prompts\[1\].*skip_tokenizer_init"):
-            llm.generate([[1], "text"], greedy(3), use_tqdm=False)
-        with pytest.raises(ValueError, match="skip_tokenizer_init"):
-            llm.add_request("text", greedy(3))
-        assert_idle(llm)

@@ -26,38 +26,21 @@ def tokenized(llm, monkeypatch):
     return lengths
 
 
-@pytest.mark.parametrize(
-    ("call", "where"),
-    [
-        (lambda llm: llm.generate(["a", LONG], greedy(1), use_tqdm=False), r"prompts\[1\]"),
-        (lambda llm: llm.stream(LONG, greedy(1)), r"prompts\[0\]"),
-        (lambda llm: next(llm.generate_iter(iter(["a", LONG]), greedy(1))), r"prompts\[1\]"),
-        (lambda llm: llm.add_request({"prompt": LONG}), "prompt"),
-        (lambda llm: llm.score([LONG], ["a"], use_tqdm=False), r"prompts\[0\]"),
-        (lambda llm: llm.score(["a"], [LONG], use_tqdm=False), r"completions\[0\]"),
-        (
-            lambda llm: llm.chat(
-                [[{"role": "user", "content": "a"}], [{"role": "user", "content": LONG}]],
-                use_tqdm=False,
-                chat_template="{{ messages[0]['content'] }}",
-            ),
-            "conversation 1",
-        ),
-    ],
-    ids=["generate", "stream", "generate_iter", "add_request", "score", "score-completion", "chat"],
-)
-def test_a_text_of_megabytes_is_refused_by_its_beginning(llm, tokenized, call, where):
-    says = rf"^{where}: the text has 1500000 characters, of which the first 2000 have \d+ tokens: the longest sequence "
-    with pytest.raises(ValueError, match=f"{says}has 200 tokens, which is max_model_len: shorten the prompt"):
-        call(llm)
-    assert max(tokenized) == CHARACTERS_PER_TOKEN * MAX_LEN
-    assert_idle(llm)
-
-
-def test_a_long_prompt_among_others(llm):
-    outputs = llm.generate(["a", LONG, "b"], greedy(2), use_tqdm=False, on_error="return")
-    assert [output["finish_reason"] for output in outputs] == ["length", "error", "length"]
-    assert outputs[1]["error"].startswith("prompts[1]: the text has 1500000 characters")
+def test_a_text_of_megabytes_is_refused_by_its_beginning(llm, tokenized):
+    """Wherever it is passed in: test_prompts.py has the other ways."""
+    chats = [[{"role": "user", "content": text}] for text in ("a", LONG)]
+    template = "{{ messages[0]['content'] }}"
+    for where, call in (
+        (r"prompts\[1\]", lambda: llm.generate(["a", LONG], greedy(1), use_tqdm=False)),
+        (r"completions\[0\]", lambda: llm.score(["a"], [LONG], use_tqdm=False)),
+        ("conversation 1", lambda: llm.chat(chats, use_tqdm=False, chat_template=template)),
+    ):
+        says = f"^{where}: the text has 1500000 characters, of which the first 2000 have \\d+ tokens: "
+        says += "the longest sequence has 200 tokens, which is max_model_len: shorten the prompt"
+        with pytest.raises(ValueError, match=says):
+            call()
+        assert max(tokenized) == CHARACTERS_PER_TOKEN * MAX_LEN
+        assert_idle(llm)
 
 
 @pytest.mark.parametrize("characters_per_token", [11, 39, 41, 1000])

@@ -78,16 +78,19 @@ def assert_failed(output, position: int | None = None) -> None:
         assert f"position {position} " in output["error"]
 
 
-@pytest.mark.parametrize("kind", PARAMS)
-def test_only_requests_that_meet_it_fail(llm, kind):
-    params = PARAMS[kind]
-    expected = generate(llm, HEALTHY, params)
-    prompts = [[BAD_TOKENS[0]], HEALTHY[0], [*HEALTHY[1], BAD_TOKENS[1]], HEALTHY[1], [1, BAD_TOKENS[2], 2], HEALTHY[2]]
-    outputs = generate(llm, prompts, params)
+@pytest.mark.parametrize("kinds", [["greedy"], list(PARAMS)], ids=["greedy", "all kinds"])
+def test_only_requests_that_meet_it_fail(llm, kinds):
+    params = [PARAMS[kind] for kind in kinds for _ in HEALTHY]
+    healthy = HEALTHY * len(kinds)
+    expected = generate(llm, healthy, params)
+    bad = [[BAD_TOKENS[0]], [*HEALTHY[1], BAD_TOKENS[1]], [1, BAD_TOKENS[2], 2]] * len(kinds)
+    prompts = [prompt for pair in zip(bad, healthy, strict=True) for prompt in pair]
+    outputs = generate(llm, prompts, [each for each in params for _ in range(2)])
     assert_idle(llm)
-    for i, output in enumerate(outputs[::2]):
-        assert_failed(output, len(prompts[2 * i]))
-        assert (output["token_ids"], output["text"], output["logprobs"]) == ([], "", [] if kind == "logprobs" else None)
+    for output, prompt, each in zip(outputs[::2], bad, params, strict=True):
+        assert_failed(output, len(prompt))
+        no_logprobs = None if each.logprobs is None else []
+        assert (output["token_ids"], output["text"], output["logprobs"]) == ([], "", no_logprobs)
         assert output["metrics"]["time_to_first_token"] is None
     for output, sound in zip(outputs[1::2], expected, strict=True):
         assert "error" not in output
@@ -95,7 +98,7 @@ def test_only_requests_that_meet_it_fail(llm, kind):
         assert output["token_ids"] == sound["token_ids"]
         for found, known in zip(output["logprobs"] or [], sound["logprobs"] or [], strict=True):
             assert found == pytest.approx(known, abs=1e-5)
-    assert generate(llm, HEALTHY, params)[0]["token_ids"] == expected[0]["token_ids"]
+    assert complete(llm, healthy, params) == [sound["token_ids"] for sound in expected]
 
 
 def test_streams_iterables_and_steps_by_hand(llm):

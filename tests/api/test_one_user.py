@@ -5,7 +5,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from checkpoints import both_ways, complete, greedy, make_llm
+from checkpoints import both_ways, complete, greedy
 
 shared_llm = both_ways(max_num_seqs=4)
 
@@ -20,14 +20,15 @@ USES = {
 }
 
 
-@pytest.mark.parametrize("use", USES.values(), ids=USES)
 @pytest.mark.parametrize("method", ["stream", "generate_iter"])
-def test_nobody_else_while_a_stream_is_half_read(llm, reference, method, use):
+def test_nobody_else_while_a_stream_is_half_read(llm, reference, method):
     prompts = reference.draw_prompts((20, 5), 9)
+    not_begun = llm.stream([[2]], greedy(3))
     half_read = getattr(llm, method)(prompts, [greedy(3), greedy(9)])
     next(half_read)
-    with pytest.raises(RuntimeError, match=r"while other requests are unfinished.*close\(\)"):
-        use(llm)
+    for use in (*USES.values(), lambda llm: next(not_begun)):
+        with pytest.raises(RuntimeError, match=r"while other requests are unfinished.*close\(\)"):
+            use(llm)
     # Nothing has happened to those that are under way.
     rest = list(half_read)
     if method == "stream":
@@ -39,42 +40,29 @@ def test_nobody_else_while_a_stream_is_half_read(llm, reference, method, use):
         assert [output["token_ids"] for _, output in rest] == reference.greedy(prompts, 9)[1:]
 
 
-def test_two_streams_one_of_which_is_not_begun(llm):
-    first, second = llm.stream([[1]], greedy(3)), llm.stream([[2]], greedy(3))
-    next(first)
-    with pytest.raises(RuntimeError, match=r"stream\(\) while other requests"):
-        next(second)
-    assert len(list(first)) == 2
-
-
-def test_a_stream_while_requests_wait_for_steps(llm):
+def test_nobody_else_while_requests_wait_for_steps(llm):
     request = llm.add_request([1, 2], greedy(3))
-    with pytest.raises(RuntimeError, match="add_request"):
-        llm.stream([[1]], greedy(2))
+    for name in USES.keys() - {"add_request", "step"}:
+        with pytest.raises(RuntimeError, match="add_request"):
+            USES[name](llm)
     done = {}
     while not llm.is_finished():
         done |= dict(llm.step()[0])
     assert list(done) == [request]
 
 
-def test_a_batch_between_the_last_results_of_an_iterator(llm, reference):
-    # When all that it has taken is done, others may have a turn.
+def test_nobody_else_while_the_last_token_is_on_its_way(llm, reference):
     prompts = reference.draw_prompts((6, 7), 3)
     expected = reference.greedy(prompts, 3)
     stream = llm.stream(prompts[:1], greedy(3))
-    tokens = next(stream)["token_ids"] + next(stream)["token_ids"] + next(stream)["token_ids"]
-    assert complete(llm, prompts, greedy(3)) == expected
-    assert list(stream) == []
-    assert tokens == expected[0]
-
-
-def test_nobody_else_while_the_last_token_is_on_its_way(llm):
-    stream = llm.stream([[1]], greedy(3))
-    read = [next(stream), next(stream)]
+    tokens = next(stream)["token_ids"] + next(stream)["token_ids"]
     for others in (lambda: llm.generate([[2]], greedy(1)), lambda: next(llm.stream([[2]], greedy(1)))):
         with pytest.raises(RuntimeError, match="while other requests"):
             others()
-    assert len([*read, *stream]) == 3
+    # When all that it has taken is done, others may have a turn.
+    assert tokens + next(stream)["token_ids"] == expected[0]
+    assert complete(llm, prompts, greedy(3)) == expected
+    assert list(stream) == []
 
 
 def test_nobody_else_before_what_was_aborted_is_told(llm):
@@ -117,16 +105,6 @@ def test_requests_added_from_on_step(llm, reference):
     outputs = llm.generate(prompts, greedy(3), use_tqdm=False, on_step=on_step)
     assert [output["token_ids"] for output in outputs] == reference.greedy(prompts, 3)
     assert refused == [True, True, False]
-
-
-@pytest.mark.parametrize("method", ["stream", "generate_iter"])
-def test_an_engine_that_exits_ends_its_streams(path, method):
-    llm = make_llm(path)
-    half_read = getattr(llm, method)([[1], [2]], [greedy(2), greedy(9)])
-    next(half_read)
-    llm.exit()
-    with pytest.raises(RuntimeError, match="exited"):
-        list(half_read)
 
 
 # -- threads -----------------------------------------------------------------------------------------------------

@@ -1,14 +1,13 @@
 """What is a prompt: the forms that every method accepts, and what they refuse."""
 
 import collections
-import re
 from array import array
 
 import numpy as np
 import pandas as pd
 import pytest
 import torch
-from checkpoints import complete, greedy
+from checkpoints import VOCAB_SIZE, assert_idle, complete, greedy, make_llm
 
 TEXTS = ["the table names a block", "slots"]
 IDS = [5, 6, 7]
@@ -97,30 +96,27 @@ BATCHES = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("make", BATCHES.values(), ids=BATCHES)
-def test_batches_of_every_kind(llm, encode, make, way):
-    assert WAYS[way](llm, make(encode)) == complete(llm, TEXTS, greedy(3))
+def test_batches_of_every_kind(llm, encode, make):
+    expected = complete(llm, TEXTS, greedy(3))
+    for run in WAYS.values():
+        assert run(llm, make(encode)) == expected
 
 
-def test_rows_of_an_array(llm):
+def test_rows_of_an_array_and_one_text_in_it(llm):
     rows = [[1, 2, 3], [4, 5, 6]]
     expected = complete(llm, rows, greedy(3))
     for batch in (np.array(rows), torch.tensor(rows)):
         assert complete(llm, batch, greedy(3)) == expected
+    assert complete(llm, np.array(TEXTS[0]), greedy(3)) == complete(llm, TEXTS[:1], greedy(3))
 
 
-@pytest.mark.parametrize("padding_side", ["left", "right"])
-def test_an_array_with_padding_is_refused(llm, encode, padding_side):
-    encoded = encode(TEXTS, padding=True, return_tensors="pt", padding_side=padding_side)
-    with pytest.raises(
-        ValueError,
-        match=r"^prompts: must be .*attention_mask, or a list of these, not an array with the padding token 0 ",
-    ):
-        llm.generate(encoded["input_ids"], greedy(3))
-
-
-def test_a_mask_of_another_shape_is_refused(llm):
+def test_arrays_with_padding_and_masks_of_another_shape_are_refused(llm, encode):
+    says = r"^prompts: must be .*attention_mask, or a list of these, not an array with the padding token 0 "
+    for side in ("left", "right"):
+        encoded = encode(TEXTS, padding=True, return_tensors="pt", padding_side=side)
+        with pytest.raises(ValueError, match=says):
+            llm.generate(encoded["input_ids"], greedy(3))
     for mask in ([1, 1], [[1, 1, 1]], [1]):
         with pytest.raises(ValueError, match="prompts: 'input_ids' and 'attention_mask' differ in shape"):
             llm.generate({"input_ids": IDS, "attention_mask": mask}, greedy(3))
@@ -160,8 +156,10 @@ def test_what_holds_no_prompts_is_refused_at_once(llm, prompts, message):
         llm.add_request(prompts, greedy(3))
 
 
+LONG = "a row of slots " * 100_000
+NO_IDS = "integer token ids"
 WRONG_ELEMENTS = {
-    "none": (None, TypeError, "NoneType"),
+    "none": (None, TypeError, f"{NO_IDS}.*NoneType"),
     "int": (5, TypeError, "not int"),
     "nan": (float("nan"), TypeError, "not float"),
     "numpy int": (np.int64(5), TypeError, "not int64"),
@@ -170,40 +168,68 @@ WRONG_ELEMENTS = {
     "table": (pd.DataFrame({"prompt": TEXTS}), TypeError, "not DataFrame"),
     "dict": ({"text": "a"}, TypeError, "not {'text': str}"),
     "numbers for keys": ({1: 2, 3: 4}, TypeError, "not {1: int, 3: int}"),
-    "nested": ([[1, 2]], TypeError, "integer token ids; this list holds a list"),
-    "texts": (TEXTS, TypeError, "integer token ids; this list holds a str"),
-    "rows": (np.array([[1, 2], [3, 4]]), TypeError, "integer token ids; this list holds a list"),
+    "nested": ([[1, 2]], TypeError, f"{NO_IDS}; this list holds a list"),
+    "texts": (TEXTS, TypeError, f"{NO_IDS}; this list holds a str"),
+    "rows": (np.array([[1, 2], [3, 4]]), TypeError, f"{NO_IDS}; this list holds a list"),
+    "bool among ids": ([1, True], TypeError, f"{NO_IDS}; this list holds a bool"),
+    "bools": (np.array([True, False]), TypeError, NO_IDS),
+    "float among ids": ([1, 2.0], TypeError, f"{NO_IDS}; this list holds a float"),
+    "floats": (torch.tensor([1.0]), TypeError, f"{NO_IDS}; this list holds a float"),
+    "none among ids": ([1, None], TypeError, NO_IDS),
     "image": ({"prompt": "a", "multi_modal_data": {}}, TypeError, "not {'prompt': str, 'multi_modal_data': dict}"),
     "pixels": ({"input_ids": [1], "pixel_values": 0}, TypeError, "not {'input_ids': list, 'pixel_values': int}"),
     "ids as prompt": ({"prompt": [1, 2]}, TypeError, "'prompt_token_ids': token ids.*, not {'prompt': list}"),
     "text as ids": ({"prompt_token_ids": "a"}, TypeError, "not {'prompt_token_ids': str}"),
     "several texts": ({"input_ids": [[1], [2]]}, ValueError, "tokenizer's output for 2 texts"),
+    "no text": ("", ValueError, "is empty"),
+    "empty": ([], ValueError, "is empty"),
+    "empty array": (np.array([], int), ValueError, "is empty"),
     "no ids": ({"prompt_token_ids": []}, ValueError, "is empty"),
     "padding alone": ({"input_ids": [1, 2], "attention_mask": [0, 0]}, ValueError, "is empty"),
     "input_ids of text": ({"input_ids": "a"}, TypeError, "not {'input_ids': str}"),
+    "first id too many": ([1, VOCAB_SIZE], ValueError, f"token id 320 is outside the vocabulary, 0..{VOCAB_SIZE - 1}"),
+    "no int64": ([2**70, 1], ValueError, f"token id {2**70} is outside"),
+    "thousands of digits": ([10**5000], ValueError, "token id an integer of 16610 bits is outside the vocabulary"),
+    "array": (np.array([1, VOCAB_SIZE]), ValueError, "token id 320 is outside"),
+    "negative": ([3, -1, 2], ValueError, "token id -1 is outside"),
+    "no room": ([1] * 200, ValueError, "200 tokens.* 200 tokens"),
+    "text without room": ("é" * 1000, ValueError, "2000 tokens.* 200 tokens"),
+    "megabytes": (LONG, ValueError, "the text has 1500000 characters"),
+    "half a surrogate pair": ("a lone surrogate: \ud800", ValueError, "cannot be encoded: .*surrogates not allowed"),
 }
 
 
 @pytest.mark.parametrize(("prompt", "error", "message"), WRONG_ELEMENTS.values(), ids=WRONG_ELEMENTS)
-def test_a_wrong_prompt_is_named_by_its_index(llm, prompt, error, message):
-    prompts = [[1], "text", prompt, {"prompt": "text"}]
+def test_a_wrong_prompt_is_named_by_its_index_and_spoils_no_other(llm, reference, prompt, error, message):
+    prompts = [IDS, "text", prompt, {"prompt": "text"}]
     for run in WAYS.values():
-        with pytest.raises(error, match=rf"^prompts\[2\]: .*{message}"):
+        with pytest.raises(error, match=rf"^prompts\[2\]: .*{message}") as raised:
             run(llm, prompts)
-    with pytest.raises(error, match=rf"^completions\[2\]: .*{message}"):
-        llm.score([[1]] * 4, prompts, use_tqdm=False)
+        assert_idle(llm)
+    for name, arguments in (("prompts", (prompts, [[1]] * 4)), ("completions", ([[1]] * 4, prompts))):
+        if "200 tokens" not in message:  # A prompt counts with its completion.
+            with pytest.raises(error, match=rf"^{name}\[2\]: .*{message}"):
+                llm.score(*arguments, use_tqdm=False)
+    with pytest.raises(error, match=f"^prompt: .*{message}"):
+        llm.add_request(prompt, greedy(3))
+    options = {"on_error": "return"}
     for outputs in (
-        llm.generate(prompts, greedy(2), use_tqdm=False, on_error="return"),
-        [output for _, output in llm.generate_iter(prompts, greedy(2), on_error="return", ordered=True)],
+        llm.generate(prompts, greedy(2), use_tqdm=False, **options),
+        [output for _, output in llm.generate_iter(prompts, greedy(2), ordered=True, **options)],
     ):
         assert [output["finish_reason"] for output in outputs] == ["length", "length", "error", "length"]
-        assert re.match(rf"prompts\[2\]: .*{message}", outputs[2]["error"])
+        fault = outputs.pop(2)
+        assert (fault["error"], fault["text"], fault["token_ids"]) == (str(raised.value), None, [])
+        assert outputs[0]["token_ids"] == reference.greedy([IDS], 2)[0]
+        assert not any("error" in output or output.keys() - fault.keys() for output in outputs)
 
 
-@pytest.mark.parametrize("ids", [[1, 2.0], [1.5, 2], np.array([1.0, 2.0]), torch.tensor([1.0]), [True, False]])
-def test_a_flat_list_of_other_numbers(llm, ids):
-    with pytest.raises(TypeError, match=r"prompts\[0\]: .*integer token ids; this list holds a (float|bool)"):
-        llm.generate(ids, greedy(3))
+def test_a_prompt_that_the_cache_cannot_hold(path, reference):
+    with make_llm(path, num_kvcache_blocks=3) as llm:
+        with pytest.raises(ValueError, match=r"prompts\[1\]: .*48 tokens.* 48 tokens.*3 blocks x 16"):
+            llm.generate([[1], [1] * 48], greedy(3), use_tqdm=False)
+        assert_idle(llm)
+        assert len(complete(llm, [[1] * 47, IDS], greedy(3))[0]) == 1
 
 
 class Disk(collections.abc.Sequence):

@@ -24,31 +24,23 @@ def torch_defaults():
     return torch.get_default_dtype(), torch.get_default_device(), x.dtype, x.device, torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-def test_torch_defaults_are_the_callers(path, dtype):
-    before = torch_defaults()
-    threads = torch.get_num_threads()
-    random_state = torch.get_rng_state()
-    with make_llm(path, dtype=dtype, load_format="dummy") as llm:
-        assert torch_defaults() == before
-        complete(llm, [[1, 2]], greedy(2))
-        assert torch_defaults() == before
-    assert torch_defaults() == before
-    assert torch.get_num_threads() == threads
-    assert torch.equal(torch.get_rng_state(), random_state)
-
-
 @pytest.mark.parametrize("default", [torch.float64, torch.float32])
-def test_the_callers_default_dtype_does_not_change_the_model(path, reference, default):
+def test_torch_defaults_are_the_callers_and_do_not_change_the_model(path, reference, default):
     prompts = reference.draw_prompts((20,), 6)
     torch.set_default_dtype(default)
     try:
-        with make_llm(path) as llm:
-            assert torch.get_default_dtype() == default
-            tokens = complete(llm, prompts, greedy(6))
+        before, threads, random_state = torch_defaults(), torch.get_num_threads(), torch.get_rng_state()
+        for options in ({}, {"dtype": "bfloat16", "load_format": "dummy"}):
+            with make_llm(path, **options) as llm:
+                assert torch_defaults() == before
+                tokens = complete(llm, prompts, greedy(6))
+                assert torch_defaults() == before
+                assert options or tokens == reference.greedy(prompts, 6)
+            assert torch_defaults() == before
+        assert torch.get_num_threads() == threads
+        assert torch.equal(torch.get_rng_state(), random_state)
     finally:
         torch.set_default_dtype(torch.float32)
-    assert tokens == reference.greedy(prompts, 6)
 
 
 def test_old_objects_are_the_collectors_again_after_a_batch(path):
@@ -82,23 +74,16 @@ def test_exit_looks_through_no_objects_of_the_callers(path):
     assert not collections
 
 
-def test_torch_defaults_after_a_failing_init(tmp_path):
-    path = make_checkpoint(tmp_path)
-    before = torch_defaults()
-    edit_tensors(path, lambda tensors: tensors.pop("model.norm.weight"))
-    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
-        make_llm(path, dtype="bfloat16")
-    assert torch_defaults() == before
-
-
-def test_torch_defaults_after_a_model_that_cannot_be_built(path, monkeypatch):
-    """There the default dtype is ours."""
-
+def test_torch_defaults_after_a_failing_init(tmp_path, path, monkeypatch):
     def fail(*args):
         raise ValueError("no such MLP")
 
-    before = torch_defaults()
-    monkeypatch.setattr(Qwen3ForCausalLM, "mlp", fail)
+    before, damaged = torch_defaults(), make_checkpoint(tmp_path)
+    edit_tensors(damaged, lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"model\.norm\.weight"):
+        make_llm(damaged, dtype="bfloat16")
+    assert torch_defaults() == before
+    monkeypatch.setattr(Qwen3ForCausalLM, "mlp", fail)  # There the default dtype is ours.
     with pytest.raises(ValueError, match="no such MLP"):
         make_llm(path, dtype="bfloat16")
     assert torch_defaults() == before

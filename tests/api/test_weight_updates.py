@@ -12,30 +12,29 @@ from transformers import AutoModelForCausalLM
 
 PROMPTS = [random_prompt(length, seed=length) for length in (40, 7, 33)]
 EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-FAMILIES = [("qwen3", {}), ("qwen3", {"tie_word_embeddings": True}), ("qwen3_moe", EXPERTS)]
+FAMILIES = {
+    "untied": ("qwen3", {}),
+    "tied": ("qwen3", {"tie_word_embeddings": True}),
+    "experts": ("qwen3_moe", EXPERTS),
+}
 
 
 def tensors_of(path) -> dict[str, torch.Tensor]:
     return load_file(Path(path, "model.safetensors"))
 
 
-@pytest.fixture(scope="module", params=FAMILIES, ids=["untied", "tied", "experts"])
-def pair(request, tmp_path_factory):
-    """Two checkpoints of one shape with different weights."""
-    family, fields = request.param
-    return [make_checkpoint(tmp_path_factory.mktemp("w"), family=family, seed=seed, **fields) for seed in (0, 1)]
-
-
-@pytest.fixture(scope="module", params=[1, 2])
-def engine(pair, request):
-    """With the first checkpoint's weights, on one rank and on two; each test leaves it so."""
-    with make_llm(pair[0], tensor_parallel_size=request.param) as llm:
-        yield llm
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    """Two checkpoints of one shape with different weights, of each family."""
+    return {
+        name: [make_checkpoint(tmp_path_factory.mktemp("w"), family=family, seed=seed, **fields) for seed in (0, 1)]
+        for name, (family, fields) in FAMILIES.items()
+    }
 
 
 @pytest.fixture(scope="module")
-def paths(tmp_path_factory):
-    return [make_checkpoint(tmp_path_factory.mktemp("w"), seed=seed) for seed in (0, 1)]
+def paths(pairs):
+    return pairs["untied"]
 
 
 @cache
@@ -43,12 +42,22 @@ def expected(path, num_tokens: int = 12) -> list[list[int]]:
     return Reference(path).greedy(PROMPTS, num_tokens)
 
 
-def test_an_engine_with_new_weights_is_an_engine_of_their_checkpoint(pair, engine):
-    old, new = pair
-    for path in (old, new, old):
-        engine.update_weights(iter(tensors_of(path).items()))
-        assert complete(engine, PROMPTS, greedy(12)) == expected(path)
-        assert_idle(engine)
+@pytest.mark.parametrize(
+    ("name", "num_ranks"), [("untied", 1), ("tied", 1), ("experts", 1), ("tied", 2), ("experts", 2)]
+)
+def test_an_engine_changes_its_weights_and_sleeps(pairs, name, num_ranks):
+    """With new weights it is one of their checkpoint, and it wakes up as it was."""
+    old, new = pairs[name]
+    with make_llm(old, tensor_parallel_size=num_ranks) as llm:
+        for path in (old, new, old):
+            llm.update_weights(iter(tensors_of(path).items()))
+            assert complete(llm, PROMPTS, greedy(12)) == expected(path)
+            assert_idle(llm)
+        for level in (1, 2, 1):
+            llm.sleep(level)
+            llm.wake_up()
+            assert complete(llm, PROMPTS, greedy(12)) == expected(old)
+            assert_idle(llm)
 
 
 def test_some_of_the_weights(paths, tmp_path):
@@ -70,46 +79,36 @@ def test_an_engine_in_fp8_quantizes_them(paths):
         assert complete(llm, PROMPTS, greedy(12)) == quantized
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        (("model.layers.0.mlp.gate_prj.weight", torch.zeros(3)), ValueError, "did you mean .*gate_proj"),
-        (("model.norm.weight", torch.zeros(3)), ValueError, r"has shape \[3\], the model needs"),
-        (("model.norm.weight", torch.zeros(64, dtype=torch.int64)), ValueError, "must be a float"),
-        ("model.norm.weight", TypeError, "must be pairs"),
-    ],
-)
-def test_a_wrong_tensor_is_refused_before_anything_changes(paths, change, error, message):
+def test_a_wrong_tensor_is_refused_before_anything_changes(paths):
+    norm, whole = "model.norm.weight", [*tensors_of(paths[1]).items()]
     with make_llm(paths[0]) as llm:
-        with pytest.raises(error, match=message):
-            llm.update_weights([change, *tensors_of(paths[1]).items()])
-        assert complete(llm, PROMPTS, greedy(12)) == expected(paths[0])
+        for tensors, error, message in (
+            ([("model.layers.0.mlp.gate_prj.weight", torch.zeros(3)), *whole], ValueError, "did you mean .*gate_proj"),
+            ([(norm, torch.zeros(3)), *whole], ValueError, r"has shape \[3\], the model needs"),
+            ([(norm, torch.zeros(64, dtype=torch.int64)), *whole], ValueError, "must be a float"),
+            ([norm, *whole], TypeError, "must be pairs"),
+            (2 * whole, ValueError, "comes twice"),
+        ):
+            with pytest.raises(error, match=message):
+                llm.update_weights(tensors)
+            assert complete(llm, PROMPTS, greedy(12)) == expected(paths[0])
 
 
-@pytest.mark.parametrize("fields", FAMILIES, ids=["untied", "tied", "experts"])
-def test_a_model_of_transformers_gives_its_weights_by_its_own_names(fields, tmp_path):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_model_of_transformers_gives_its_weights_by_its_own_names(pairs, name):
     """transformers 5 holds a layer's experts in two tensors, and a tied head not at all."""
-    family, overrides = fields
-    old, new = (make_checkpoint(tmp_path / str(seed), family=family, seed=seed, **overrides) for seed in (0, 1))
+    old, new = pairs[name]
     model = AutoModelForCausalLM.from_pretrained(new)
     with make_llm(old) as llm:
         llm.update_weights(model.named_parameters())
         assert complete(llm, PROMPTS, greedy(12)) == expected(new)
 
 
-@pytest.mark.parametrize(("num", "message"), [(-1, "127 experts, the model has more"), (1, "did you mean")])
-def test_experts_of_another_number(num, message, tmp_path):
-    path = make_checkpoint(tmp_path, family="qwen3_moe")
-    with make_llm(path) as llm:
-        layer = "model.layers.0.mlp.experts"
-        experts = 128 + num
-        with pytest.raises(ValueError, match=message):
-            llm.update_weights([(f"{layer}.down_proj", torch.zeros(experts, 64, 768))])
-
-
-def test_a_tensor_that_comes_twice(paths):
-    with make_llm(paths[0]) as llm, pytest.raises(ValueError, match="comes twice"):
-        llm.update_weights(2 * list(tensors_of(paths[0]).items()))
+def test_experts_of_another_number(pairs):
+    with make_llm(pairs["experts"][0]) as llm:
+        for num, message in ((7, "7 experts, the model has more"), (9, "did you mean")):
+            with pytest.raises(ValueError, match=message):
+                llm.update_weights([("model.layers.0.mlp.experts.down_proj", torch.zeros(num, 64, 32))])
 
 
 def test_cached_prefixes_of_old_weights_are_forgotten(paths):
@@ -133,15 +132,6 @@ def test_not_while_requests_are_unfinished(paths, use):
 
 
 # Sleep
-
-
-@pytest.mark.parametrize("level", [1, 2])
-def test_an_engine_wakes_up_as_it_was(pair, engine, level):
-    for _ in range(2):
-        engine.sleep(level)
-        engine.wake_up()
-        assert complete(engine, PROMPTS, greedy(12)) == expected(pair[0])
-        assert_idle(engine)
 
 
 def test_updated_weights_stay_in_the_first_sleep_and_go_in_the_deeper_one(paths):

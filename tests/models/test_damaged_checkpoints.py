@@ -242,29 +242,3 @@ def test_rope_scaling_that_is_not_supported(copy):
     edit_json(path / "config.json", rope_parameters=None, rope_theta=10000.0, rope_scaling=scaling)
     with pytest.raises(ValueError, match=r"dynamic.*supported: default, linear, proportional, yarn, llama3, longrope"):
         make_llm(path)
-
-
-def test_directory_without_a_configuration(copy):
-    path = copy()
-    (path / "config.json").unlink()
-    with pytest.raises(FileNotFoundError, match=r"plain'.*config\.json"):
-        make_llm(path)
-
-
-@pytest.mark.parametrize("content", ["", "{", "{}", "[]", "null"])
-def test_configuration_that_is_none(copy, content):
-    path = copy()
-    (path / "config.json").write_text(content)
-    with pytest.raises(ValueError, match=r"plain/config\.json: "):
-        make_llm(path)
-
-
-@pytest.mark.parametrize("model", ["./no/such/model", "/no/such/model", "~/no-such-model"])
-def test_no_such_directory(model):
-    with pytest.raises(FileNotFoundError, match=model):
-        make_llm(model)
-
-
-def test_a_file_in_place_of_its_directory(checkpoints):
-    with pytest.raises(ValueError, match=r"model\.safetensors'.*must be the directory"):
-        make_llm(checkpoints["plain"] / "model.safetensors")

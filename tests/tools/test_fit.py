@@ -40,33 +40,6 @@ def test_a_checkpoint_of_ones_own(capsys, tmp_path):
     assert "sequences of 64 tokens" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "error"),
-    [
-        (["--max-num-seqs", "0"], "max_num_seqs=0"),
-        (["--quantization", "x"], "'x'"),
-    ],
-)
-def test_wrong_options(capsys, arguments, error):
-    assert main(["fit", "Qwen3-8B", *arguments]) != 0
-    assert error in capsys.readouterr().err
-
-
-def test_a_value_that_no_option_has(capsys):
-    with pytest.raises(SystemExit) as error:
-        main(["fit", "Qwen3-8B", "--dtype", "int4"])
-    assert error.value.code == 2
-    assert "--dtype: invalid choice: 'int4'" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("size", ["0", "-3", "nan", "much"])
-def test_no_size_of_a_gpu(capsys, size):
-    with pytest.raises(SystemExit) as error:
-        main(["fit", "Qwen3-8B", f"--gpu-memory={size}"])
-    assert error.value.code == 2
-    assert "no size of a GPU" in capsys.readouterr().err
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B", "gemma-3-4b"])
 def test_a_real_engine_has_room_for_about_as_many_tokens(model):

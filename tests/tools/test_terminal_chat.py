@@ -65,20 +65,6 @@ def test_a_conversation_that_has_grown_too_long(monkeypatch, capsys, answer):
     assert out.strip() == answer([message("user", "introduce yourself")])
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
-    [
-        (("--temperature", "-1"), "temperature=-1"),
-        (("--quantization", "int3"), "quantization='int3'"),
-        (("--top-k", "-7"), "top_k=-7"),
-    ],
-)
-def test_wrong_options(monkeypatch, capsys, options, error):
-    status, _, err = talk(monkeypatch, capsys, options=options)
-    assert status != 0
-    assert error in err
-
-
 def test_a_model_without_a_chat_template(monkeypatch, capsys, tmp_path):
     model = str(make_checkpoint(tmp_path))
     status, _, err = talk(monkeypatch, capsys, "hello", model=model)
