@@ -103,7 +103,11 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
         from transformers import AutoConfig
 
         # False, because None asks on standard input whether to run code of the checkpoint.
-        return _text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        config = _text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
+        # Some say it of the text model alone. `model_check` looks for a head that is another matrix.
+        text = content.get("text_config")
+        config.tie_word_embeddings |= isinstance(text, dict) and text.get("tie_word_embeddings") is True
+        return config
     except Exception as error:
         code, model_type = content.get("auto_map"), content.get("model_type")
         reason = one_line(error)

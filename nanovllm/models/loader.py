@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from nanovllm.layers.formats.parameters import FLOATS, Index, Sliceable, Unpacking, stored
+from nanovllm.layers.formats.parameters import FLOATS, Index, Sliceable, StorageFormat, Unpacking, stored
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.models.expert_tensors import Splitter, stacked_experts
 from nanovllm.models.model_files import check_readable, read_json
@@ -39,7 +39,7 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 _UNUSED = (
     *("rotary_emb.inv_freq", "lm_head.weight", ".q_scale", ".k_scale", ".v_scale"),
     *(".k_proj.output_scale", ".v_proj.output_scale"),
-    ".activation_scale",  # See `Fp8Tensors`.
+    *(".activation_scale", ".input_scale"),  # See `Fp8.declared`.
 )
 # Layers that predict further tokens, which we do not have.
 _UNUSED_PARTS = ("mtp.",)
@@ -74,6 +74,12 @@ class _Wanted(NamedTuple):
     param: Any  # nn.Parameter
     shard_id: object  # for the parameter's weight_loader
     shape: tuple[int, ...]  # on all ranks together
+
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Whether a tensor of this shape may fill it. Scales may have dimensions of 1 more or less: [N] for [N, 1]."""
+        if not stored(self.param).is_scale:
+            return shape == self.shape
+        return [n for n in shape if n != 1] == [n for n in self.shape if n != 1]
 
 
 def load_model(model: "LoadedModel", directory: str) -> None:
@@ -123,7 +129,7 @@ def checked_tensors(model: "LoadedModel", pairs: Iterable[tuple[str, torch.Tenso
             raise ValueError(f"weights: the model has no tensor {quoted(theirs)}{hint}")
         if name in found:
             raise ValueError(f"weights: {theirs!r} comes twice")
-        if tuple(tensor.shape) != wanted[name].shape:
+        if not wanted[name].fits(tuple(tensor.shape)):
             shapes = f"{list(tensor.shape)}, the model needs {list(wanted[name].shape)}"
             raise ValueError(f"weights: {theirs!r} has shape {shapes}")
         needed = "an integer" if stored(wanted[name].param).stored_dtypes[0] in _INTEGERS else "a float"
@@ -155,9 +161,16 @@ def _is_unused(name: str) -> bool:
     return name.endswith(_UNUSED) or name.startswith(_UNUSED_PARTS)
 
 
-def _is_no_bias(name: str, tensor: _Tensor) -> bool:
-    """AutoGPTQ writes zeros for the biases of layers without any."""
-    return name.endswith(".bias") and not tensor.content[...].any()
+def _says_nothing(name: str, tensor: _Tensor, formats: Mapping[str, StorageFormat]) -> bool:
+    """Whether a tensor that no parameter reads may be left out. AutoGPTQ writes zeros for the biases of layers without
+    any. formats: of the linear layers, by their names. Raises ValueError if it contradicts config.json."""
+    layer, _, last = name.rpartition(".")
+    if last == "bias":
+        return not tensor.content[...].any()
+    try:
+        return layer in formats and formats[layer].says_nothing(last, tensor.content[...])
+    except ValueError as error:
+        raise ValueError(f"{tensor.file}: tensor {name!r} {error}") from None
 
 
 def load_tensors(model: "LoadedModel", tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -211,6 +224,8 @@ def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
     if its.check is not None and (fault := its.check(tensor.content[...], wanted.shard_id)) is not None:
         raise ValueError(f"{tensor.file}: tensor {name!r} {fault}")
     content = tensor.content
+    if its.is_scale and (values := content[...]).shape != wanted.shape:
+        content = values.reshape(wanted.shape)
     if its.is_one_number:
         content = content[...].expand(param.shards[wanted.shard_id])
     if its.loading_factor != 1:
@@ -335,7 +350,8 @@ def _indexed_files(index: Path) -> list[Path]:
 def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], directory: str) -> None:
     """Raises ValueError unless the checkpoint is complete, and has the right shapes and dtypes."""
     extra = [name for name in tensors if name not in wanted and not _is_unused(name)]
-    extra = [name for name in extra if not _is_no_bias(name, tensors[name])]
+    formats = {name.rpartition(".")[0]: its for name, each in wanted.items() if (its := stored(each.param).format)}
+    extra = [name for name in extra if not _says_nothing(name, tensors[name], formats)]
     # The dtypes first, because quantized checkpoints also have other names.
     for name in (*wanted, *extra):
         needed = stored(wanted[name].param).stored_dtypes if name in wanted else FLOATS
@@ -355,12 +371,11 @@ def _check_all(wanted: dict[str, _Wanted], tensors: dict[str, _Tensor], director
         raise ValueError(
             f"{directory}: the checkpoint holds tensors that the model does not have: {_some(files_of_extra)}; {_HINT}"
         )
-    for name, (_, _, shape) in wanted.items():
+    for name, each in wanted.items():
         found = tuple(tensors[name].content.get_shape())
-        if found != shape:
-            raise ValueError(
-                f"{tensors[name].file}: tensor {name!r} has shape {list(found)}, the model needs {list(shape)}; {_HINT}"
-            )
+        if not each.fits(found):
+            shapes = f"{list(found)}, the model needs {list(each.shape)}"
+            raise ValueError(f"{tensors[name].file}: tensor {name!r} has shape {shapes}; {_HINT}")
 
 
 def _remedy(needed: tuple[str, ...]) -> str:

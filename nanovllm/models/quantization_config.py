@@ -5,9 +5,9 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm.layers.formats.all_formats import DECLARED
+from nanovllm.layers.formats.compressed_tensors import METHOD, described, is_e4m3
 from nanovllm.layers.formats.format import WeightFormat
-from nanovllm.layers.formats.fp8 import is_e4m3
-from nanovllm.utils.checks import one_line, quoted
+from nanovllm.utils.checks import one_line, quoted, shortened
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -15,12 +15,14 @@ if TYPE_CHECKING:
 # Parts of a model that are never quantized, and those of a vision tower, which is not read. Others that a checkpoint
 # leaves unquantized do not load.
 _UNQUANTIZED = re.compile(
-    r"(^|[.*:^])(lm_head|embed_tokens|[a-z_]*norm|mlp\.gate|gate|router|router\.proj|shared_expert_gate|conv1d"
-    r"|in_proj_(a|b|ba))(\.\*)?\$?$"
+    r"(^|[.*])(lm_head|embed_tokens|[a-z_]*norm|gate|router|router\.proj|shared_expert_gate|conv1d|in_proj_(a|b|ba))$"
 )
 _UNREAD = re.compile(
-    r"(^|[.*:^])(vision_tower|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual|mtp)([.*$]|$)"
+    r"(^|[.*])(vision_tower|vision_model|audio_tower|embed_vision|embed_audio|multi_modal_projector|visual|mtp)([.*]|$)"
 )
+# Where config.json lists the modules that are not in the format: in most methods under the last of these names.
+_LEFT_OUT = {METHOD: "ignore", "mxfp4": "ignore", "gptq": "dynamic"}
+_FP8_WORDS = ("fmt", "activation_scheme", "weight_block_size", "scale_fmt")
 
 
 class Quantization(NamedTuple):
@@ -57,28 +59,45 @@ def _read(settings: Mapping, where: str) -> Quantization:
     except ValueError as error:
         raise ValueError(f"{where} with quant_method {quoted(method)}: {error}") from None
     if format is None:
+        words = described(settings) if method == METHOD else ""
+        if method == "fp8":
+            words = ", ".join(f"{name}={settings[name]!r}" for name in _FP8_WORDS if name in settings)
         raise ValueError(
-            f"{where} with quant_method {quoted(method)}: these settings are not supported. Checkpoints load in "
+            f"{where} with quant_method {quoted(method)}: these settings are not supported"
+            f"{words and ': '}{shortened(words)}. Checkpoints load in "
             "bfloat16, float16 and float32, in fp8 as quant_method 'fp8' with weight_block_size [128, 128] and "
-            "dynamic activations, or null, or as compressed-tensors' FP8_DYNAMIC, in MXFP4 as quant_method 'mxfp4' or "
-            "as compressed-tensors' mxfp4-pack-quantized without input_activations, and in int4 as quant_method 'awq' "
-            "or 'gptq' or as compressed-tensors' pack-quantized; use the unquantized checkpoint, perhaps with "
-            "quantization='fp8' or 'int4'"
+            "dynamic activations, or null, or as compressed-tensors' FP8_DYNAMIC, FP8 or FP8_BLOCK, in MXFP4 as "
+            "quant_method 'mxfp4' or as compressed-tensors' mxfp4-pack-quantized without input_activations, and in "
+            "int4 as quant_method 'awq' or 'gptq' or as compressed-tensors' pack-quantized; use the unquantized "
+            "checkpoint, perhaps with quantization='fp8' or 'int4'"
         )
     if settings.get("transform_config"):  # Weights that were rotated: without the transforms the results are wrong.
         raise ValueError(f"{where}: transform_config is not supported; use a checkpoint without transforms")
     if format.experts_only:
         return Quantization(format, bool(scheme))
-    ignored = format.ignored_key
+    ignored = _LEFT_OUT.get(str(method), "modules_to_not_convert")
     if isinstance(settings.get(ignored), str):
         raise TypeError(f"{ignored} must be a list of names, not a text")
     left_out = map(str, settings.get(ignored) or ())
-    others = [name for name in left_out if not _UNQUANTIZED.search(name) and not _UNREAD.search(name)]
+    others = [name for name in left_out if not all(map(_is_left_out, _plain_names(name)))]
     if others:
         raise ValueError(
             f"{where}: {ignored} names {quoted(others[0])}: linear layers must all be quantized, except the head"
         )
     return Quantization(format, bool(scheme))
+
+
+def _is_left_out(name: str) -> bool:
+    return bool(_UNQUANTIZED.search(name) or _UNREAD.search(name))
+
+
+def _plain_names(pattern: str) -> list[str]:
+    """What a name or a regular expression of a list of modules names, without what such expressions have in common:
+    `re:` or `-:` before, a point that is escaped, `.*` or `$` behind, one group of alternatives."""
+    name = re.sub(r"^(re:|[-+]:)?\^?", "", pattern).replace("\\.", ".").replace("[.]", ".")
+    group = re.search(r"\((?:\?:)?([\w|]+)\)", name)
+    names = [name[: group.start()] + each + name[group.end() :] for each in group[1].split("|")] if group else [name]
+    return [re.sub(r"(\.\*|\.|\*|\$)+$", "", each) for each in names]
 
 
 def checkpoint_quantization(hf_config: "PreTrainedConfig") -> Quantization:

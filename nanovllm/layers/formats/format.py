@@ -88,7 +88,6 @@ class WeightFormat(ABC):
 
     name: ClassVar[str]  # what candidates call it
     kind: ClassVar[str] = ""  # in messages: "weights in fp8"
-    ignored_key: ClassVar[str] = ""  # where config.json lists the modules that are not in this format
     needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
 
     @classmethod
@@ -154,6 +153,11 @@ class WeightFormat(ABC):
     def are_scales(self, scales: Tensor) -> bool:
         """Whether a checkpoint's scales may be right. Wrong ones would show in the results alone."""
         return bool((scales.isfinite() & (scales >= 0)).all())
+
+    def says_nothing(self, name: str, found: Tensor) -> bool:
+        """Whether a checkpoint's tensor of this last name, which no parameter reads, may be left out: a weight in this
+        format is the same without it. Raises ValueError, with what is wrong, if it contradicts config.json."""
+        return False
 
     @abstractmethod
     def parameters(

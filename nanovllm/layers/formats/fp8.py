@@ -5,7 +5,6 @@ rounded to nearest, ties to even. A product's input is quantized in this way too
 products need it. Only the GEMV kernels read it as it is.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,6 +22,7 @@ from nanovllm.kernels.matmul.fp8 import (
 )
 from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.layers.activation import Gated
+from nanovllm.layers.formats.compressed_tensors import is_e4m3, only_group
 from nanovllm.layers.formats.format import Input, Quantized, Settings, StoredLayer, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.parameters import FLOATS, LayerParameter, Shards, WeightLoader, make_parameter, stored
 from nanovllm.layers.layernorm import Normed
@@ -41,7 +41,6 @@ class Fp8(WeightFormat):
     name = "float8_e4m3fn"
     kind = "fp8"
     unit = 16  # what torch._scaled_mm takes
-    ignored_key = "ignore"
     needs_bfloat16 = True
     bits = 8
     is_blocked: ClassVar[bool] = False
@@ -51,17 +50,20 @@ class Fp8(WeightFormat):
 
     @classmethod
     def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
-        """compressed-tensors' FP8_DYNAMIC."""
-        groups = settings.get("config_groups")
-        if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
+        """compressed-tensors' FP8_DYNAMIC, FP8 and FP8_BLOCK. Where the checkpoint has one scale for all inputs, each
+        token has its own here: it is no coarser, and saturates nothing."""
+        group = only_group(method, settings)
+        weights, inputs = (group or {}).get("weights") or {}, (group or {}).get("input_activations") or {}
+        if not is_e4m3(weights) or not is_e4m3(inputs) or weights.get("dynamic"):
             return None
-        (group,) = groups.values()
-        weights, inputs = group.get("weights") or {}, group.get("input_activations") or {}
-        strategies = weights.get("strategy"), inputs.get("strategy")
-        is_dynamic = inputs.get("dynamic") is True and not weights.get("dynamic")
-        is_all = group.get("targets") == ["Linear"] and not group.get("output_activations")
-        is_right = is_all and is_e4m3(weights) and is_e4m3(inputs) and is_dynamic
-        return cls(scale_name="weight_scale") if is_right and strategies == ("channel", "token") else None
+        of_weights, of_inputs = weights.get("strategy"), inputs.get("strategy")
+        if of_weights == "block":
+            of_blocks = list(weights.get("block_structure") or ()), inputs.get("group_size"), inputs.get("dynamic")
+            is_right = of_inputs == "group" and of_blocks == ([BLOCK, BLOCK], BLOCK, True)
+            return Fp8Blocks(scale_name="weight_scale") if is_right else None
+        is_right = of_inputs == "tensor" or (of_inputs == "token" and inputs.get("dynamic") is True)
+        format = {"channel": Fp8, "tensor": Fp8Tensors}.get(str(of_weights))
+        return format(scale_name="weight_scale") if format is not None and is_right else None
 
     def check_gpu(self, capability: tuple[int, int]) -> str | None:
         return None if capability >= _CAPABILITY else "{}.{} or more".format(*_CAPABILITY)
@@ -131,7 +133,6 @@ class Fp8Blocks(Fp8):
     name = "float8_e4m3fn-128x128"
     kind = "blocks of 128 x 128"
     unit = BLOCK
-    ignored_key = "modules_to_not_convert"
     is_blocked = True
     rows_of_scale = BLOCK
 
@@ -156,10 +157,7 @@ class Fp8Blocks(Fp8):
 @dataclass(frozen=True)
 class Fp8Tensors(Fp8):
     """A scale for each tensor of the checkpoint, which becomes that of all its output channels. Each token of the input
-    has a scale of its own, also where the checkpoint has one for all inputs: it is no coarser, and saturates nothing.
-    """
-
-    ignored_key = "modules_to_not_convert"
+    has a scale of its own (see `Fp8.declared`)."""
 
     @classmethod
     def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
@@ -175,9 +173,3 @@ class Fp8Tensors(Fp8):
         parameters = super().parameters(shape, shards, weight_loader)
         stored(parameters["weight_scale"]).is_one_number = True
         return parameters
-
-
-def is_e4m3(scheme: Any) -> bool:
-    """Whether compressed-tensors' scheme of weights, inputs or a KV cache is e4m3."""
-    is_symmetric = isinstance(scheme, Mapping) and scheme.get("symmetric", True) is True
-    return is_symmetric and (scheme.get("type"), scheme.get("num_bits")) == ("float", 8)

@@ -4,7 +4,7 @@ Eight integers of four bits are an int32. The formats differ in the dimension al
 order, and two of them store weights transposed.
 """
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from nanovllm.kernels.matmul.four_bit import UNIT
+from nanovllm.layers.formats.compressed_tensors import only_group
 from nanovllm.layers.formats.format import Settings, WeightFormat
 from nanovllm.layers.formats.int4 import ZERO, Int4
 from nanovllm.layers.formats.parameters import (
@@ -26,6 +27,8 @@ from nanovllm.layers.formats.parameters import (
 from nanovllm.utils.checks import quoted
 
 _PER_INT32 = 8
+_ZEROS = 0x88888888 - 2**32  # an int32 of eight `ZERO`
+_ZEROS_LESS_ONE = 0x77777777
 _INTEGERS = ("I32", "I64")
 
 
@@ -148,18 +151,14 @@ class CompressedInt4(StoredInt4):
 
     names = ("weight_packed", "weight_scale", "weight_zero_point")
     packings = (Int32s(), _FLOATS, Int32s(dim=0))
-    ignored_key = "ignore"
 
     @classmethod
     def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
-        groups = settings.get("config_groups")
-        if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
-            return None
-        (group,) = groups.values()
-        if "pack-quantized" not in (group.get("format"), settings.get("format")):
+        group = only_group(method, settings)
+        if group is None or "pack-quantized" not in (group.get("format"), settings.get("format")):
             return None
         weights = group.get("weights") or {}
-        if group.get("targets") != ["Linear"] or group.get("input_activations") or group.get("output_activations"):
+        if group.get("input_activations"):
             return None
         if weights.get("type") != "int" or weights.get("dynamic"):
             return None
@@ -177,6 +176,15 @@ class CompressedInt4(StoredInt4):
 
         return {"weight_shape": (dict.fromkeys(shards, (2,)), shape_fault)}
 
+    def says_nothing(self, name: str, found: Tensor) -> bool:
+        """Symmetric weights have no zeros, but some checkpoints hold them: all 0, as plain integers or packed, each
+        with 8 added."""
+        if name != self.names[2] or self.has_zeros:
+            return False
+        if not ((found == 0).all() or (found == _ZEROS).all()):
+            raise ValueError("must hold zeros alone, for config.json says symmetric")
+        return True
+
 
 class AwqInt4(StoredInt4):
     """AutoAWQ's version "gemm"."""
@@ -187,7 +195,6 @@ class AwqInt4(StoredInt4):
         Int32s(transposed=True, dim=None),
         Int32s(transposed=True, order=(0, 2, 4, 6, 1, 3, 5, 7)),
     )
-    ignored_key = "modules_to_not_convert"
 
     @classmethod
     def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
@@ -205,7 +212,6 @@ class GptqInt4(StoredInt4):
     """AutoGPTQ's and GPTQModel's, whose zeros are stored less one."""
 
     names = ("qweight", "scales", "qzeros")
-    ignored_key = "dynamic"
     packings = (
         Int32s(transposed=True, dim=0),
         Int32s(transposed=True, dim=None),
@@ -237,9 +243,10 @@ class GptqInt4(StoredInt4):
             )
 
         def zero_fault(found: Tensor, shard_id: Hashable) -> str | None:
-            N, K = shards[shard_id]
-            zeros = self.packings[2].read(found, slice(0, N), slice(0, K // (self.group or K)))
-            return None if (zeros == ZERO).all() else f"must hold zeros of {ZERO}, for config.json says sym"
+            # Of symmetric weights all are 8. Some tools store them so, whichever version config.json names.
+            if (found == _ZEROS).all() or (found == _ZEROS_LESS_ONE).all():
+                return None
+            return f"must hold zeros of {ZERO}, for config.json says sym"
 
         found: dict[str, tuple[Shards, Check]] = {"g_idx": ({key: (K,) for key, (_, K) in shards.items()}, order_fault)}
         if not self.has_zeros:

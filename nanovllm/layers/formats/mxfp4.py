@@ -3,7 +3,6 @@
 Inputs of products stay as they are.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 from nanovllm.kernels.matmul.dequantize_four_bit import dequantize
 from nanovllm.kernels.matmul.four_bit import FourBit
 from nanovllm.kernels.matmul.mxfp4 import GROUP, pack_pairs, quantize_torch
+from nanovllm.layers.formats.compressed_tensors import only_group
 from nanovllm.layers.formats.format import Input, Settings, StoredLayer, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.parameters import FLOATS, LayerParameter, Shards, WeightLoader, make_parameter
 
@@ -32,7 +32,6 @@ class Mxfp4(WeightFormat):
     name = "mxfp4"
     kind = "MXFP4"
     unit = GROUP
-    ignored_key = "ignore"
     bits = 4 + 8 / GROUP
 
     is_stored: bool = False
@@ -43,17 +42,15 @@ class Mxfp4(WeightFormat):
         """gpt-oss's, or compressed-tensors' mxfp4-pack-quantized with inputs that are not quantized."""
         if method == "mxfp4":
             return cls(is_stored=True, experts_only=True)
-        groups = settings.get("config_groups")
-        if method != "compressed-tensors" or not isinstance(groups, Mapping) or len(groups) != 1:
+        group = only_group(method, settings)
+        if group is None:
             return None
-        (group,) = groups.values()
         weights = group.get("weights") or {}
         names = "type", "num_bits", "strategy", "group_size"
         is_mxfp4 = tuple(weights.get(name) for name in names) == ("float", 4, "group", GROUP)
         is_mxfp4 = is_mxfp4 and "mxfp4-pack-quantized" in (settings.get("format"), group.get("format"))
-        is_all = group.get("targets") == ["Linear"] and not group.get("output_activations")
         is_static = weights.get("symmetric", True) is True and not weights.get("dynamic")
-        is_right = is_mxfp4 and is_all and is_static and not group.get("input_activations")
+        is_right = is_mxfp4 and is_static and not group.get("input_activations")
         return cls(is_stored=True) if is_right else None
 
     def shape_of(self, values: Tensor) -> torch.Size:
