@@ -92,10 +92,10 @@ def float32(low: float, high: float, allowed: str) -> Spec:
     return usual._replace(wrong=[*usual.wrong, 1e-40, -1e-40, 1e300], kept=kept)
 
 
-def flag(converts: bool = True) -> Spec:
+def flag(converts: bool = True, **more: Any) -> Spec:
     """converts: numpy's values are Python's."""
     wrong = [0, 1, None, "yes", "False", 1.0, NAN, [True], *([np.int64(1)] if converts else ())]
-    return spec("True or False", [True, False], wrong, kept=[(np.bool_(True), True)] if converts else [])
+    return spec("True or False", [True, False], wrong, kept=[(np.bool_(True), True)] if converts else [], **more)
 
 
 def choice(*names: str, **more: Any) -> Spec:
@@ -472,20 +472,22 @@ def test_short_values_are_quoted_as_they_are():
 
 
 @pytest.mark.parametrize(
-    ("name", "value", "says"),
+    ("cls", "name", "value", "says"),
     [
-        ("json", "{not json", "is not JSON"),
-        ("json", {"a": object()}, "is not JSON"),
-        ("json", '{"const": NaN}', "is not JSON"),
-        ("json", {"maximum": INF}, "is not JSON"),
-        ("json", {"const": "\ud800"}, "cannot be encoded"),
-        ("choice", ["a", "\ud800"], "cannot be encoded"),
-        ("regex", "a\udc00", "cannot be encoded"),
+        (StructuredOutputsParams, "json", "{not json", "is not JSON"),
+        (StructuredOutputsParams, "json", {"a": object()}, "is not JSON"),
+        (StructuredOutputsParams, "json", '{"const": NaN}', "is not JSON"),
+        (StructuredOutputsParams, "json", {"maximum": INF}, "is not JSON"),
+        (StructuredOutputsParams, "json", {"const": "\ud800"}, "surrogate"),
+        (StructuredOutputsParams, "choice", ["a", "\ud800"], "surrogate"),
+        (StructuredOutputsParams, "regex", "a\udc00", "surrogate"),
+        (SamplingParams, "stop", ["fine", "a\ud800"], "surrogate"),
+        (SamplingParams, "bad_words", ["fine", "a\ud800"], "surrogate"),
     ],
 )
-def test_a_form_that_is_no_json_or_no_text(name, value, says):
-    with pytest.raises(ValueError, match=f"{name}=.*{says}"):
-        StructuredOutputsParams(**{name: value})
+def test_what_is_no_json_or_no_text(cls, name, value, says):
+    with pytest.raises(ValueError, match=f"^{name}=.*{says}"):
+        cls(**{name: value})
 
 
 # -- unknown options ---------------------------------------------------------------------------------------------------

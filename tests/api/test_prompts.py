@@ -195,7 +195,7 @@ WRONG_ELEMENTS = {
     "no room": ([1] * 200, ValueError, "200 tokens.* 200 tokens"),
     "text without room": ("é" * 1000, ValueError, "2000 tokens.* 200 tokens"),
     "megabytes": (LONG, ValueError, "the text has 1500000 characters"),
-    "half a surrogate pair": ("a lone surrogate: \ud800", ValueError, "cannot be encoded: .*surrogates not allowed"),
+    "half a surrogate pair": ("a lone surrogate: \ud800", ValueError, "surrogate"),
 }
 
 
