@@ -41,6 +41,28 @@ def round_to_e4m3_exactly(monkeypatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
 
 
+def same_bits_in_a_graph(chain, start: torch.Tensor) -> None:
+    """`chain(residual, pdl)` changes the residual by launches that need each other's results. Dependent launches in a
+    graph must give the bits of ordinary ones, every time."""
+    residual = start.clone(memory_format=torch.contiguous_format)
+    torch.cuda.synchronize()
+    chain(residual, False)
+    expected = residual.clone()
+    assert expected.isfinite().all()
+    assert not torch.equal(expected, start)
+    residual.copy_(start)
+    chain(residual, True)
+    torch.cuda.synchronize()
+    assert torch.equal(residual, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual.copy_(start)
+        chain(residual, True)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(residual, expected)
+
+
 def gemv_norm_linear(x, norm_weight, eps, weight, bias=None, *, config, pdl=False):
     from nanovllm.kernels.matmul.gemv import gemv
 
