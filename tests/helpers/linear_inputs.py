@@ -13,13 +13,6 @@ def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.
     return weight.to(dtype), torch.randn(N, device=device).to(dtype)
 
 
-def make_rows(M: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Rows that lie further apart than they are wide, in a tensor that is NaN elsewhere."""
-    wide = torch.full((M, width + 24), float("nan"), device=device, dtype=dtype)
-    wide[:, 8 : 8 + width] = torch.randn(M, width, device=device)
-    return wide[:, 8 : 8 + width]
-
-
 def empty_result(x: torch.Tensor, weight: torch.Tensor, silu: bool = False) -> torch.Tensor:
     return torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
 

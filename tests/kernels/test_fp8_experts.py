@@ -6,8 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from gpus import pretend_gpu
-from kernel_harness import HALF, nightly
-from linear_inputs import make_rows
+from kernel_harness import HALF, apart, nightly
 from products import FP8, dequantized, experts_sum, quantized
 
 from nanovllm.kernels.experts import experts_gemv
@@ -30,7 +29,7 @@ class Case:
         torch.manual_seed(num_tokens)
         hidden_size, intermediate = sizes
         self.format, self.dtype, self.device = FP8[in_blocks], dtype, device
-        self.x, self.out = (make_rows(num_tokens, hidden_size, dtype, device) for _ in range(2))
+        self.x, self.out = (apart(torch.randn(num_tokens, hidden_size, device=device).to(dtype)) for _ in range(2))
         self.logits = torch.randn(num_tokens, NUM_EXPERTS, device=device)
         self.gate_up = self.make_weight(2 * intermediate, hidden_size)
         self.down = self.make_weight(hidden_size, intermediate)
