@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from four_bit_weights import distance, make_four_bit
-from kernel_harness import HALF, assert_refused, hold
+from kernel_harness import HALF, assert_refused, hold, nightly
 
 from nanovllm.kernels.matmul import four_bit_tiles as tiles
 from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
@@ -121,8 +121,7 @@ def test_int4_gemv_refuses_what_it_cannot_multiply(device):
         int4_gemv(x[:1], integers, y[:1], None, config, norm_weight=torch.ones(63))
 
 
-@pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("K", [256, 1056, 4224])
+@pytest.mark.parametrize(("M", "K"), [(1, 1056), (3, 256), *nightly((1, 4224), (3, 4224), (1, 256), (3, 1056))])
 def test_gemv_with_the_norm(M, K, device):
     """Beside the product of what the norm's weight has multiplied: Triton's interpreter multiplies bfloat16 wrongly,
     but equally."""

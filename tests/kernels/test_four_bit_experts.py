@@ -56,8 +56,8 @@ class Layer:
 # kind, tokens, experts, experts of a token, hidden and intermediate size, group, whether the sum is added: columns past
 # the last tile and chunk, a number of experts that is no power of two, several groups in a chunk.
 GEMV_CASES = [
-    (("symmetric", 3, 5, 2, 160, 64, 32, True), 2),
-    (("zeros", 2, 8, 2, 256, 128, 128, False), 8),
+    (("symmetric", 3, 5, 2, 96, 64, 32, True), 2),
+    (("zeros", 2, 8, 2, 128, 64, 128, False), 8),
     (("e2m1", 1, 6, 3, 96, 96, 32, True), 4),
 ]
 
@@ -76,8 +76,8 @@ def test_few_tokens(case, num_warps, device):
 
 TILE_CASES = [
     (("symmetric", 17, 5, 2, 96, 32, 32, True), (16, 32, 64, 2, 3)),
-    (("zeros", 7, 4, 2, 256, 128, 128, False), (16, 32, 256, 2, 3)),
-    (("e2m1", 3, 6, 3, 96, 288, 32, True), None),
+    (("zeros", 7, 4, 2, 128, 64, 128, False), (16, 32, 256, 2, 3)),
+    (("e2m1", 3, 6, 2, 96, 96, 32, True), None),
 ]
 
 

@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from kernel_harness import launch_everywhere
+from kernel_harness import launch_everywhere, nightly
 from products import default_result, problem
 
 from nanovllm.kernels.matmul import four_bit_gemv as gemv_kernels
@@ -50,9 +50,15 @@ def assert_close(found, expected) -> None:
     assert (found.float() - expected.float()).norm() <= 3 * torch.finfo(DTYPE).eps * expected.float().norm()
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add", "linear_sum"])
-def test_products(operation, format, kernels_everywhere):
+@pytest.mark.parametrize(
+    ("operation", "name"),
+    [
+        *(("linear", "int4"), ("linear_silu", "mxfp4"), ("linear_add", "int4"), ("linear_sum", "mxfp4")),
+        *nightly(("linear", "mxfp4"), ("linear_silu", "int4"), ("linear_add", "mxfp4"), ("linear_sum", "int4")),
+    ],
+)
+def test_products(operation, name, kernels_everywhere):
+    format = FORMATS[name]
     weight = format.quantize(torch.randn(48, 64) / 8, DTYPE)
     norm = RMSNorm(64).to(DTYPE).requires_grad_(False)
     candidates = [
