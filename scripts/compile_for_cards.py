@@ -1,6 +1,7 @@
 """Compile the kernels that engines launch, for cards that this machine does not have, and check their shared memory.
 
-    python scripts/compile_for_cards.py                 what the tests compile: of each kernel, what needs the most
+    python scripts/compile_for_cards.py --quick         what each test run compiles: kernels cut to a card's memory
+    python scripts/compile_for_cards.py                 what the nightly tests compile: of each kernel the largest
     python scripts/compile_for_cards.py --all           every variant, which takes about a second each
     python scripts/compile_for_cards.py --cards 89 --models gemma-3-4b --all
 
@@ -72,6 +73,12 @@ _CODE_OF_OTHERS = (80, 86)
 _ALL_KERNELS = (89, 120)
 _LAUNCHES_ALL = 90
 _PLAIN = "Qwen3-0.6B"
+# With --quick: experts in every format, and the widest heads. Their kernels need the most memory of those whose
+# constants are cut to what a card has.
+_QUICK = (
+    *(("Qwen3-30B-A3B", options) for options in ({"quantization": "int4"}, {"dtype": "float32"}, _FP8)),
+    *(("gemma-4-12B", {}), ("gemma-4-12B", {"dtype": "float32"}), ("gpt-oss-20b", {})),
+)
 # These have the code of another card and more memory: a model of each kind of layers and head_dim, as it is.
 _FEWER_MODELS = (80, 86, 100)
 
@@ -401,6 +408,10 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
                 yield model, {name: _FP8[name] for name in names}
 
 
+def quick_engines(capability: int) -> list[tuple[str, dict[str, Any]]]:
+    return [(model, options) for model, options in _QUICK if options is not _FP8 or capability >= _FP8_CARD]
+
+
 def family_models() -> list[str]:
     """The first published size of each family's file."""
     files = {ARCHITECTURES[preset_config(name).architectures[0]]: name for name in reversed(PRESET_NAMES)}
@@ -462,6 +473,7 @@ def main() -> None:
     parser.add_argument("--cards", type=int, nargs="+", default=list(CARDS), choices=list(CARDS))
     parser.add_argument("--models", nargs="+", default=family_models(), choices=PRESET_NAMES)
     parser.add_argument("--all", action="store_true", help="every variant, not the largest of each kind")
+    parser.add_argument("--quick", action="store_true", help="few models, and only what is cut to a card's memory")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     all_errors, never_launched = [], all_kernels()
@@ -469,10 +481,13 @@ def main() -> None:
         start, errors = _cpu_seconds(), []
         with pretended_card(capability) as device:
             found: dict[tuple, Launch] = {}
-            for model, options in engines(arguments.models, capability):
+            is_quick = arguments.quick
+            for model, options in quick_engines(capability) if is_quick else engines(arguments.models, capability):
                 found |= launches(model, options, device)
-            for dtype in (torch.bfloat16, torch.float32):
+            for dtype in () if is_quick else (torch.bfloat16, torch.float32):
                 found |= plain_launches(_PLAIN, dtype, device)
+            if is_quick:
+                found = {key: each for key, each in found.items() if each.estimate(device) is not None}
             for each in found.values():
                 estimate = each.estimate(device)
                 if estimate is not None and not fits(estimate, device):
@@ -490,7 +505,7 @@ def main() -> None:
             f"{traced:.1f} + {_cpu_seconds() - start - traced:.1f} s",
             flush=True,
         )
-    if _LAUNCHES_ALL in arguments.cards and arguments.models == family_models():
+    if _LAUNCHES_ALL in arguments.cards and arguments.models == family_models() and not arguments.quick:
         all_errors += [f"no engine launches {name}" for name in sorted(never_launched)]
     print(*all_errors, sep="\n", end="")
     sys.exit(bool(all_errors))

@@ -42,7 +42,14 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else min(available_cores(), 8)
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Tests marked `nightly` run if -m names the mark, or the command names the very case."""
+    if "nightly" not in config.option.markexpr:
+        named = {arg.partition("::")[2] for arg in config.args}
+        left_out = [x for x in items if x.get_closest_marker("nightly") and x.nodeid.partition("::")[2] not in named]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in left_out]
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
         "real": None if real_model.is_complete(real_model.default_folder()) else f"needs {real_model.COMMAND}",

@@ -13,13 +13,6 @@ def make_linear(N: int, K: int, dtype: torch.dtype, device: str) -> tuple[torch.
     return weight.to(dtype), torch.randn(N, device=device).to(dtype)
 
 
-def make_rows(M: int, width: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """Rows that lie further apart than they are wide, in a tensor that is NaN elsewhere."""
-    wide = torch.full((M, width + 24), float("nan"), device=device, dtype=dtype)
-    wide[:, 8 : 8 + width] = torch.randn(M, width, device=device)
-    return wide[:, 8 : 8 + width]
-
-
 def empty_result(x: torch.Tensor, weight: torch.Tensor, silu: bool = False) -> torch.Tensor:
     return torch.empty(len(x), len(weight) // 2 if silu else len(weight), dtype=x.dtype, device=x.device)
 
@@ -39,6 +32,28 @@ def round_to_e4m3_exactly(monkeypatch) -> None:
         return floats.to(torch.float8_e4m3fn).view(torch.uint8).numpy().reshape(values.shape)
 
     monkeypatch.setattr(interpreter, "_convert_float", convert_exactly)
+
+
+def same_bits_in_a_graph(chain, start: torch.Tensor) -> None:
+    """`chain(residual, pdl)` changes the residual by launches that need each other's results. Dependent launches in a
+    graph must give the bits of ordinary ones, every time."""
+    residual = start.clone(memory_format=torch.contiguous_format)
+    torch.cuda.synchronize()
+    chain(residual, False)
+    expected = residual.clone()
+    assert expected.isfinite().all()
+    assert not torch.equal(expected, start)
+    residual.copy_(start)
+    chain(residual, True)
+    torch.cuda.synchronize()
+    assert torch.equal(residual, expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        residual.copy_(start)
+        chain(residual, True)
+    for _ in range(50):
+        graph.replay()
+        assert torch.equal(residual, expected)
 
 
 def gemv_norm_linear(x, norm_weight, eps, weight, bias=None, *, config, pdl=False):

@@ -6,6 +6,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernel_harness import assert_added_and_normed
+
 from nanovllm.kernels.parallel import all_reduce as kernels
 
 EPS = 1e-6
@@ -27,15 +29,6 @@ def twin(partials, residual, weight):
 
 def addresses(tensors):
     return torch.tensor([tensor.data_ptr() for tensor in tensors], device=tensors[0].device)
-
-
-def assert_equal(residual, y, expected, device):
-    total, norm = expected
-    # Triton's interpreter truncates to bfloat16 where the hardware rounds.
-    loose = device == "cpu" and residual.dtype == torch.bfloat16
-    torch.testing.assert_close(residual, total, rtol=2.0**-7 if loose else 0, atol=1e-6 if loose else 0)
-    rtol = 2.0**-9 if residual.dtype == torch.float16 else 2.0**-6
-    torch.testing.assert_close(y, norm, rtol=rtol, atol=1e-3)
 
 
 class Buffers:
@@ -65,7 +58,7 @@ def test_ranks_pull_the_same_sum_and_leave_their_flags_clear(dtype, num_tokens, 
     for rank in range(SIZE):
         own = residual.clone()
         y = state.pull(rank, own, weight)
-        assert_equal(own, y, expected, device)
+        assert_added_and_normed(own, y, *expected)
         results.append(own)
         if rank == 0:
             programs = min(num_tokens, 8)

@@ -1,5 +1,7 @@
 """The experts' kernels against their plain-torch twins, and the twins against the formula."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,7 +11,7 @@ pytest.importorskip("triton")
 from gpus import pretend_gpu
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from linear_inputs import make_rows
+from kernel_harness import HALF, apart, assert_refused, assert_untouched_around, hold, rounding
 from products import default_result, experts_sum, plain
 
 from nanovllm.kernels.experts import experts_gemv
@@ -22,23 +24,9 @@ from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
 
 EPS = 1e-6
-# Of results of order one.
-TOLERANCE = {torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# Triton's interpreter multiplies bfloat16 wrongly.
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 dtypes = st.sampled_from([torch.float32, HALF])
 # Where tokens go: anywhere, all to the same experts, or none but to a few.
 routings = st.sampled_from(["any", "one", "few"])
-
-
-@pytest.fixture(autouse=True)
-def _poisoned_outputs(monkeypatch):
-    """New tensors hold NaN or -1: an output that is not written can't pass for one that lay in the same memory."""
-
-    def poisoned(*size, dtype, device):
-        return torch.full(size, float("nan") if dtype.is_floating_point else -1, dtype=dtype, device=device)
-
-    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def make_logits(num_tokens, num_experts, routing, dtype, device):
@@ -60,20 +48,61 @@ def make_context_lens(num_tokens, has_padding, device):
     return torch.randint(0, 3, (num_tokens,), dtype=torch.int32, device=device) if has_padding else None
 
 
-def expected_sum(x, logits, top_k, normalize, weights, out, add, context_lens):
-    """What `out` must hold: the twins' sum, with rows of padding as they are."""
-    total = experts_sum(x, route_torch(logits, top_k, normalize, context_lens), *weights)
-    expected = (out.float() + total if add else total).to(out.dtype)
-    return expected if context_lens is None else torch.where((context_lens == 0)[:, None], out, expected)
+def close(dtype, hidden_size) -> dict[str, float]:
+    """Hidden numbers, the experts' results and their sum are rounded; results are of order one."""
+    return rounding(dtype, 8, hidden_size)
 
 
-def check_result(out, expected, num_tokens):
-    tolerance = TOLERANCE[out.dtype]
-    torch.testing.assert_close(out, expected, rtol=tolerance, atol=tolerance)
-    assert out._base.isnan().sum() == num_tokens * 24  # what lies between the rows
+class Layer:
+    """Random experts, and their sum for each token by the kernels and by the twins.
+
+    Attributes:
+        routing: where tokens go: anywhere, all to the same experts, or none but to a few.
+        has_norm: whether few tokens' kernels normalize their input.
+    """
+
+    def __init__(
+        self, num_tokens, num_experts, top_k, hidden_size, intermediate, config, dtype, device, routing="any",
+        normalize=True, has_padding=False, add=False, has_norm=False,
+    ):  # fmt: skip
+        self.top_k, self.normalize, self.add, self.config = min(top_k, num_experts), normalize, add, config
+        self.x, self.out = (torch.randn(num_tokens, hidden_size, device=device).to(dtype) for _ in range(2))
+        self.logits = make_logits(num_tokens, num_experts, routing, dtype, device)
+        self.weights = make_weights(num_experts, hidden_size, intermediate, dtype, device)
+        self.lens = make_context_lens(num_tokens, has_padding, device)
+        self.norm_weight = (1 + 0.5 * torch.randn(hidden_size, device=device)).to(dtype) if has_norm else None
+
+    def hold(self, kernel) -> None:
+        args = self.x, self.logits, self.out
+        hold(kernel, self.twin, args, written=(2,), close=close(self.x.dtype, self.x.shape[1]))
+
+    def twin(self, x, logits, out):
+        """Rows of padding stay as they are."""
+        normed = x if self.norm_weight is None else rms_norm.twin(x, self.norm_weight, EPS)
+        total = experts_sum(normed, route_torch(logits, self.top_k, self.normalize, self.lens), *self.weights)
+        expected = (out.float() + total if self.add else total).to(out.dtype)
+        return out.copy_(expected if self.lens is None else torch.where((self.lens == 0)[:, None], out, expected))
+
+    def tiles(self, x, logits, out, is_sorted=False):
+        """is_sorted: pairs are left as other grouped products do: in the experts' order, without their weights."""
+        experts, shares = route(logits, self.top_k, self.normalize, self.lens)
+        order, starts = sort_by_expert(experts, len(self.weights[0]))
+        hidden = gate_up(x, order, starts, self.weights[0], self.config)
+        of_pairs = torch.ones_like(shares) if is_sorted else shares
+        y = down(hidden, order, starts, of_pairs, self.weights[1], self.config)
+        if not is_sorted:
+            return add_pairs(y, out, self.add, self.lens)
+        sorted_pairs = y.view(-1, x.shape[1])[order.long()].view(y.shape)
+        return add_pairs(sorted_pairs, out, self.add, self.lens, order.argsort().int(), shares)
+
+    def few(self, x, logits, out):
+        """By the kernels for few tokens."""
+        weights, options = self.weights, {"context_lens": self.lens, "config": self.config}
+        hidden = experts_gemv.gate_up(x, self.norm_weight, EPS, logits, weights[0], self.top_k, **options)
+        return experts_gemv.down(hidden, logits, weights[1], self.top_k, self.normalize, out, self.add, **options)
 
 
-@settings(max_examples=10)
+@settings(max_examples=6)
 @given(
     num_tokens=st.integers(0, 40),
     num_experts=st.integers(4, 40),
@@ -116,119 +145,92 @@ def test_more_pairs_than_a_program_lists(device):
 
 
 CONFIGS = [None, TileConfig(16, 16, 16, 4, 2), TileConfig(32, 64, 32, 4, 3), TileConfig(64, 16, 64, 4, 3)]
+GEMV_CONFIGS = [ExpertsGemvConfig(4, 16, 1), ExpertsGemvConfig(8, 64, 2), ExpertsGemvConfig(16, 128, 4)]
+COMMON = {"routing": routings, "normalize": st.booleans(), "has_padding": st.booleans(), "add": st.booleans()}
+COMMON |= {"dtype": dtypes, "top_k": st.integers(1, 8), "seed": st.integers(0, 1000)}
+
+# Each size beyond and below a tile of each configuration; each flag both ways.
+TILE_CASES = [
+    ((9, 4, 3, 33, 17, CONFIGS[1], torch.float32), {"add": True}),
+    ((7, 7, 8, 72, 40, CONFIGS[2], HALF), {"has_padding": True, "routing": "few"}),
+    ((12, 17, 2, 8, 8, CONFIGS[3], HALF), {"normalize": False, "add": True, "routing": "one"}),
+    ((3, 6, 2, 64, 40, CONFIGS[0], torch.float32), {"has_padding": True, "add": True}),
+]
 
 
-@settings(max_examples=8)
+@pytest.mark.parametrize(("sizes", "options"), TILE_CASES)
+def test_the_tiles_equal_the_twin(sizes, options, device):
+    layer = Layer(*sizes, device, **options)
+    layer.hold(layer.tiles if options.get("has_padding") else partial(layer.tiles, is_sorted=True))
+
+
+@pytest.mark.nightly
+@settings(max_examples=30)
 @given(
+    **COMMON,
     num_tokens=st.integers(1, 40),
     num_experts=st.sampled_from([4, 7, 16, 33]),
-    top_k=st.integers(1, 8),
     hidden_size=st.sampled_from([8, 33, 64, 72]),
     intermediate=st.sampled_from([8, 17, 40, 64]),
     config=st.sampled_from(CONFIGS),
-    routing=routings,
-    normalize=st.booleans(),
-    has_padding=st.booleans(),
-    add=st.booleans(),
-    dtype=dtypes,
-    seed=st.integers(0, 1000),
 )
-@pytest.mark.slow
-def test_the_tiles_equal_the_twin(
-    device, num_tokens, num_experts, top_k, hidden_size, intermediate, config, routing, normalize, has_padding, add,
-    dtype, seed,
-):  # fmt: skip
+def test_any_tiles_equal_the_twin(device, seed, **options):
     torch.manual_seed(seed)
-    top_k = min(top_k, num_experts)
-    x, out = (make_rows(num_tokens, hidden_size, dtype, device) for _ in range(2))
-    logits = make_logits(num_tokens, num_experts, routing, dtype, device)
-    weights = make_weights(num_experts, hidden_size, intermediate, dtype, device)
-    context_lens = make_context_lens(num_tokens, has_padding, device)
-    expected = expected_sum(x, logits, top_k, normalize, weights, out, add, context_lens)
-
-    experts, shares = route(logits, top_k, normalize, context_lens)
-    order, starts = sort_by_expert(experts, num_experts)
-    hidden = gate_up(x, order, starts, weights[0], config)
-    y = down(hidden, order, starts, shares, weights[1], config)
-    before = out.clone()
-    assert add_pairs(y, out, add, context_lens) is out
-    check_result(out, expected, num_tokens)
-
-    # As other grouped products leave them: in the order of the experts, without their weights.
-    y = down(hidden, order, starts, torch.ones_like(shares), weights[1], config)
-    sorted_pairs = y.view(-1, hidden_size)[order.long()].view(y.shape)
-    out.copy_(before)
-    add_pairs(sorted_pairs, out, add, context_lens, order.argsort().int(), shares)
-    check_result(out, expected, num_tokens)
+    layer = Layer(device=device, **options)
+    layer.hold(layer.tiles)
 
 
 def test_without_the_tensor_memory_accelerator(device, monkeypatch):
     pretend_gpu(monkeypatch, GpuFacts.of(torch.device(device)), capability=(8, 0))
-    x, out = (make_rows(20, 64, HALF, device) for _ in range(2))
-    logits, weights = make_logits(20, 6, "any", HALF, device), make_weights(6, 64, 40, HALF, device)
-    expected = expected_sum(x, logits, 2, True, weights, out, True, None)
-    experts, shares = route(logits, 2, True)
-    order, starts = sort_by_expert(experts, 6)
-    add_pairs(down(gate_up(x, order, starts, weights[0]), order, starts, shares, weights[1]), out, True)
-    check_result(out, expected, 20)
+    layer = Layer(9, 6, 2, 64, 40, None, HALF, device, add=True)
+    layer.hold(layer.tiles)
 
 
-GEMV_CONFIGS = [ExpertsGemvConfig(4, 16, 1), ExpertsGemvConfig(8, 64, 2), ExpertsGemvConfig(16, 128, 4)]
+GEMV_CASES = [
+    ((2, 4, 3, 33, 9, GEMV_CONFIGS[0], torch.float32), {"has_norm": True, "add": True}),
+    ((2, 7, 6, 100, 8, GEMV_CONFIGS[1], HALF), {"has_padding": True, "routing": "few"}),
+    ((1, 33, 2, 8, 3, GEMV_CONFIGS[2], HALF), {"has_norm": True, "normalize": False, "routing": "one"}),
+    ((3, 5, 2, 33, 8, GEMV_CONFIGS[2], torch.float32), {"has_padding": True, "add": True, "has_norm": True}),
+]
 
 
-@settings(max_examples=8)
+@pytest.mark.parametrize(("sizes", "options"), GEMV_CASES)
+def test_the_kernels_for_few_tokens_equal_the_twin(sizes, options, device):
+    layer = Layer(*sizes, device, **options)
+    layer.hold(layer.few)
+
+
+@pytest.mark.nightly
+@settings(max_examples=30)
 @given(
+    **COMMON,
     num_tokens=st.integers(1, 3),
     num_experts=st.sampled_from([4, 7, 33]),
-    top_k=st.integers(1, 8),
     hidden_size=st.sampled_from([8, 33, 100]),
     intermediate=st.sampled_from([3, 8, 17]),
     config=st.sampled_from(GEMV_CONFIGS),
     has_norm=st.booleans(),
-    routing=routings,
-    normalize=st.booleans(),
-    has_padding=st.booleans(),
-    add=st.booleans(),
-    dtype=dtypes,
-    seed=st.integers(0, 1000),
 )
-def test_the_kernels_for_few_tokens_equal_the_twin(
-    device, num_tokens, num_experts, top_k, hidden_size, intermediate, config, has_norm, routing, normalize,
-    has_padding, add, dtype, seed,
-):  # fmt: skip
+def test_any_kernels_for_few_tokens_equal_the_twin(device, seed, **options):
     torch.manual_seed(seed)
-    top_k = min(top_k, num_experts)
-    x, out = (make_rows(num_tokens, hidden_size, dtype, device) for _ in range(2))
-    norm_weight = (1 + 0.5 * torch.randn(hidden_size, device=device)).to(dtype) if has_norm else None
-    logits = make_logits(num_tokens, num_experts, routing, dtype, device)
-    weights = make_weights(num_experts, hidden_size, intermediate, dtype, device)
-    context_lens = make_context_lens(num_tokens, has_padding, device)
-    normed = rms_norm.twin(x, norm_weight, EPS) if has_norm else x
-    expected = expected_sum(normed, logits, top_k, normalize, weights, out, add, context_lens)
-
-    hidden = experts_gemv.gate_up(x, norm_weight, EPS, logits, weights[0], top_k, context_lens, config)
-    result = experts_gemv.down(hidden, logits, weights[1], top_k, normalize, out, add, context_lens, config)
-    assert result is out
-    check_result(out, expected, num_tokens)
+    layer = Layer(device=device, **options)
+    layer.hold(layer.few)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_disturbs_no_other(device, value):
-    x, weights = torch.randn(4, 16, device=device), make_weights(5, 16, 8, torch.float32, device)
-    logits = torch.randn(4, 5, device=device)
-    out = torch.zeros(4, 16, device=device)
-    expected = expected_sum(x, logits, 2, True, weights, out, False, None)
+def test_logits_that_are_not_finite_disturb_no_other_row(device, value):
+    layer = Layer(4, 5, 2, 16, 8, GEMV_CONFIGS[0], torch.float32, device)
+    others, x, logits = [0, 2, 3], layer.x.clone(), layer.logits.clone()
     x[1], logits[1] = value, value
-    experts, shares = route(logits, 2, True)
+    experts, _ = route(logits, 2, True)
     assert 0 <= experts.min() <= experts.max() < 5
-    order, starts = sort_by_expert(experts, 5)
-    add_pairs(down(gate_up(x, order, starts, weights[0]), order, starts, shares, weights[1]), out, False)
-    torch.testing.assert_close(out[[0, 2, 3]], expected[[0, 2, 3]])
-    out.zero_()
-    hidden = experts_gemv.gate_up(x, None, 0.0, logits, weights[0], 2, None, GEMV_CONFIGS[0])
-    experts_gemv.down(hidden, logits, weights[1], 2, True, out, False, None, GEMV_CONFIGS[0])
-    torch.testing.assert_close(out[[0, 2, 3]], expected[[0, 2, 3]])
+    expected = layer.twin(layer.x, layer.logits, layer.out.clone())
+    found = [layer.few(x, logits, layer.out.clone())]
+    layer.config = None
+    found.append(layer.tiles(x, logits, layer.out.clone()))
+    for out in found:
+        torch.testing.assert_close(out[others], expected[others], **close(torch.float32, 16))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -281,16 +283,16 @@ def test_biases_activations_and_scales(activation, dtype, kernels, device):
         add_pairs(y, out, False)
     else:
         options = {"bias": bias, "activation": activation}
-        config = ExpertsGemvConfig(4, 16, 4)
+        config = ExpertsGemvConfig(16, 16, 4)
         hidden = experts_gemv.gate_up(x, None, 0.0, logits, weights[0], top_k, None, config, **options)
         experts_gemv.down(hidden, logits, weights[1], top_k, True, out, False, None, config, None, down_bias, scales)
-    tolerance = TOLERANCE[dtype]
-    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
+    allowed = close(dtype, hidden_size)
+    torch.testing.assert_close(out.float(), expected, **allowed)
     key = Key.of("experts", False, plain(weights[0]))
     options = top_k, True, torch.zeros_like(out), False, None, bias, down_bias, activation, scales
     problem = ExpertsProblem(key, x.cpu(), logits.cpu(), *map(plain, weights), *options)
     if device == "cpu":
-        torch.testing.assert_close(default_result(problem).float(), expected, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(default_result(problem).float(), expected, **allowed)
 
 
 def test_wrong_arguments(device):
@@ -300,22 +302,19 @@ def test_wrong_arguments(device):
         route(logits, 5, True)
     experts, shares = route(logits, 2, True)
     order, starts = sort_by_expert(experts, 4)
-    with pytest.raises(ValueError, match=r"^x must be a \[num_tokens, 8\]"):
-        gate_up(x[:, :7], order, starts, gate_up_weight)
-    with pytest.raises(ValueError, match=r"^weight must be contiguous"):
-        gate_up(x, order, starts, gate_up_weight.transpose(1, 2).contiguous().transpose(1, 2))
-    hidden = gate_up(x, order, starts, gate_up_weight)
+    given = {"x": x, "order": order, "starts": starts, "weight": gate_up_weight}
+    transposed = gate_up_weight.transpose(1, 2).contiguous().transpose(1, 2)
+    assert_refused(gate_up, given, {"x": x[:, :7], "weight": transposed})
+    hidden = gate_up(**given)
     with pytest.raises(ValueError, match=r"^x must be a contiguous \[6, 6\]"):
         down(hidden[:5], order, starts, shares, down_weight)
     y = down(hidden, order, starts, shares, down_weight)
-    with pytest.raises(ValueError, match=r"^out must be \[3, 8\]"):
-        add_pairs(y, x[:2], True)
-    with pytest.raises(ValueError, match=r"^logits must be \[1..16"):
-        experts_gemv.gate_up(x, None, 0.0, logits[:0], gate_up_weight, 2, None, GEMV_CONFIGS[0])
-    with pytest.raises(ValueError, match=r"^weight must be a contiguous \[4, rows, 8\]"):
-        experts_gemv.gate_up(x, None, 0.0, logits, down_weight, 2, None, GEMV_CONFIGS[0])
-    with pytest.raises(ValueError, match=r"^x must be a contiguous \[6, 6\]"):
-        experts_gemv.down(hidden[:5], logits, down_weight, 2, True, x, True, None, GEMV_CONFIGS[0])
+    assert_refused(add_pairs, {"y": y, "out": x, "add": True}, {"out": x[:2]})
+    options = {"logits": logits, "top_k": 2, "context_lens": None, "config": GEMV_CONFIGS[0]}
+    given = options | {"x": x, "norm_weight": None, "eps": 0.0, "weight": gate_up_weight}
+    assert_refused(experts_gemv.gate_up, given, {"logits": logits[:0], "weight": down_weight})
+    given = options | {"x": hidden, "weight": down_weight, "normalize": True, "out": x, "add": True}
+    assert_refused(experts_gemv.down, given, {"x": hidden[:5]})
 
 
 @pytest.mark.gpu
@@ -333,16 +332,17 @@ def test_constants_of_the_table(is_prefill):
             continue
         weights = make_weights(key.experts, key.K, key.N // 2, torch.bfloat16, device)
         for bound, choices in zip(row.bounds, row.choices, strict=True):
-            num_tokens = min(bound, 3000)
-            x, out = (make_rows(num_tokens, key.K, torch.bfloat16, device) for _ in range(2))
-            logits = make_logits(num_tokens, key.experts, "any", torch.bfloat16, device)
-            lens = None if is_prefill else make_context_lens(num_tokens, True, device)
-            expected = expected_sum(x, logits, 8, True, weights, out, True, lens)
+            sizes = min(bound, 3000), key.experts, 8, key.K, 8
+            layer = Layer(*sizes, None, torch.bfloat16, device, add=True, has_padding=not is_prefill)
+            layer.weights = weights
+            expected = layer.twin(layer.x, layer.logits, layer.out.clone())
             for name, constants in choices:
                 if name == "quack-experts":
                     continue
-                result = out._base.clone()[:, 8 : 8 + key.K]
-                problem = ExpertsProblem(key, x, logits, *map(plain, weights), 8, True, result, True, lens)
+                result, options = apart(layer.out), (8, True)
+                values = layer.x, layer.logits, *map(plain, weights), *options
+                problem = ExpertsProblem(key, *values, result, True, layer.lens)
                 assert candidates[name].supports(key, problem.weight)
                 candidates[name].launch(problem, constants)
-                check_result(result, expected, num_tokens)
+                torch.testing.assert_close(result, expected, **close(torch.bfloat16, key.K))
+                assert_untouched_around(result)

@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from four_bit_weights import distance, make_four_bit
+from kernel_harness import HALF, assert_refused, hold, nightly
 
 from nanovllm.kernels.matmul import four_bit_tiles as tiles
 from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
@@ -16,9 +17,8 @@ from nanovllm.kernels.matmul.split_k import make_arrivals
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 
-# Triton's interpreter multiplies bfloat16 wrongly.
 # One rounding of the result, relative to its norm.
-DTYPE, MAX_DISTANCE = (torch.bfloat16, 4e-3) if torch.cuda.is_available() else (torch.float16, 5e-4)
+DTYPE, MAX_DISTANCE = HALF, torch.finfo(HALF).eps / 2
 GEMV, TILES = FourBitGemvConfig(16, 1, 2, 3), FourBitTileConfig(16, 16, 64, 1, 2, 3)
 
 
@@ -52,26 +52,39 @@ GEMV_CASES = [
 ]
 
 
-def expected_product(value, weight, y, bias, fused):
-    """Of an input in float32, in float32. y: what is added to if that is fused."""
-    expected = value @ dequantize_torch(weight).t()
-    if fused == "silu":
-        return silu_and_mul.twin(expected.to(DTYPE)).float()
-    if fused == "add":
-        expected += y.float()
-    return expected if bias is None else expected + bias
+def hold_product(launch, kind, M, N, K, group, fused, device, prepare=lambda x: x, is_rounded=False):
+    """launch(x, weight, y, bias, arrivals, **options). prepare: of x. is_rounded: whether the weights are, before they
+    are multiplied."""
+    torch.manual_seed(N)
+    is_silu = fused == "silu"
+    weight = make_four_bit(kind, (2 * N if is_silu else N, K), group, DTYPE, device)
+    x, y = (torch.randn(M, width, device=device).to(DTYPE) for width in (K, N))
+    bias = torch.randn(N, device=device) if fused == "bias" else None
+    factors = torch.rand(K, device=device) + 0.5 if fused == "norm" else None
+    options = {} if is_rounded else {"silu": is_silu}
+    options |= {"norm_weight": factors, "eps": 1e-6} if fused == "norm" else {}
+    arrivals = make_arrivals(device)
+
+    def twin(x, y):
+        value = x.float() if factors is None else rms_norm.twin(x.float(), factors, 1e-6)
+        dense = dequantize_torch(weight)
+        expected = value @ (dense.to(DTYPE).float() if is_rounded else dense).t()
+        expected += y.float() if fused == "add" else 0 if bias is None else bias
+        y.copy_(silu_and_mul.twin(expected.to(DTYPE)) if is_silu else expected)
+
+    def kernel(x, y):
+        launch(prepare(x), weight, y, bias, arrivals, add=fused == "add", **options)
+
+    hold(kernel, twin, (x, y), written=(1,), close=MAX_DISTANCE)
+    assert not arrivals.any()
 
 
 @pytest.mark.parametrize(("kind", "M", "N", "K", "group", "config", "fused"), GEMV_CASES)
 def test_gemv(kind, M, N, K, group, config, fused, device):
-    weight = make_four_bit(kind, (N * (1 + (fused == "silu")), K), group, DTYPE, device)
-    x, y = torch.randn(M, K + 8, device=device).to(DTYPE)[:, :K], torch.randn(M, N, device=device).to(DTYPE)
-    bias = torch.randn(N, device=device) if fused == "bias" else None
-    expected = expected_product(x.float(), weight, y, bias, fused)
-    arrivals = make_arrivals(device)
-    four_bit_gemv(x, weight, y, bias, config, arrivals, silu=fused == "silu", add=fused == "add")
-    assert distance(y, expected) < MAX_DISTANCE
-    assert not arrivals.any()
+    def launch(x, weight, y, bias, arrivals, **options):
+        four_bit_gemv(x, weight, y, bias, config, arrivals, **options)
+
+    hold_product(launch, kind, M, N, K, group, fused, device)
 
 
 # kind, tokens, N, K, group, constants, what is fused: fewer pairs of words than threads, several tiles of which the
@@ -90,16 +103,11 @@ INT4_CASES = [
 @pytest.mark.parametrize(("kind", "M", "N", "K", "group", "constants", "fused"), INT4_CASES)
 def test_int4_gemv(kind, M, N, K, group, constants, fused, device):
     """Offsets are subtracted from sums, so that a single result near zero would be less exact."""
-    torch.manual_seed(N)
-    weight = make_four_bit(kind, (N * (1 + (fused == "silu")), K), group, DTYPE, device)
-    x, y = torch.randn(M, K + 8, device=device).to(DTYPE)[:, :K], torch.randn(M, N, device=device).to(DTYPE)
-    bias = torch.randn(N, device=device) if fused == "bias" else None
-    factors = torch.rand(K, device=device) + 0.5 if fused == "norm" else None
-    value = x.float() if factors is None else rms_norm.twin(x.float(), factors, 1e-6)
-    expected = expected_product(value, weight, y, bias, fused)
-    options = {"silu": fused == "silu", "add": fused == "add", "norm_weight": factors, "eps": 1e-6}
-    int4_gemv(x, weight, y, bias, Int4GemvConfig(*constants), **options)
-    assert distance(y, expected) < MAX_DISTANCE
+
+    def launch(x, weight, y, bias, arrivals, **options):
+        int4_gemv(x, weight, y, bias, Int4GemvConfig(*constants), **options)
+
+    hold_product(launch, kind, M, N, K, group, fused, device)
 
 
 def test_int4_gemv_refuses_what_it_cannot_multiply(device):
@@ -113,8 +121,7 @@ def test_int4_gemv_refuses_what_it_cannot_multiply(device):
         int4_gemv(x[:1], integers, y[:1], None, config, norm_weight=torch.ones(63))
 
 
-@pytest.mark.parametrize("M", [1, 3])
-@pytest.mark.parametrize("K", [256, 1056, 4224])
+@pytest.mark.parametrize(("M", "K"), [(1, 1056), (3, 256), *nightly((1, 4224), (3, 4224), (1, 256), (3, 1056))])
 def test_gemv_with_the_norm(M, K, device):
     """Beside the product of what the norm's weight has multiplied: Triton's interpreter multiplies bfloat16 wrongly,
     but equally."""
@@ -130,26 +137,21 @@ def test_gemv_with_the_norm(M, K, device):
 
 
 TILE_CASES = [
-    ("symmetric", 1, 1, 32, 32, TILES, False),
-    ("symmetric", 35, 37, 576, 64, TILES._replace(tile_k=128, splits=2), True),
-    ("symmetric", 16, 20, 416, 416, TILES._replace(tile_k=256), False),
-    ("zeros", 20, 40, 1024, 512, TILES._replace(rows=32, tokens=32, splits=4), True),
-    ("zeros", 5, 18, 160, 32, TILES._replace(tile_k=128), False),
-    ("e2m1", 17, 34, 288, 32, TILES._replace(splits=2), True),
+    ("symmetric", 1, 1, 32, 32, TILES, "bias"),
+    ("symmetric", 35, 37, 576, 64, TILES._replace(tile_k=128, splits=2), "add"),
+    ("symmetric", 16, 20, 416, 416, TILES._replace(tile_k=256), "bias"),
+    ("zeros", 20, 40, 1024, 512, TILES._replace(rows=32, tokens=32, splits=4), "add"),
+    ("zeros", 5, 18, 160, 32, TILES._replace(tile_k=128), "bias"),
+    ("e2m1", 17, 34, 288, 32, TILES._replace(splits=2), "add"),
 ]
 
 
-@pytest.mark.parametrize(("kind", "M", "N", "K", "group", "config", "add"), TILE_CASES)
-def test_tiles(kind, M, N, K, group, config, add, device):
-    """Of the weights that dequantizing gives, rounded."""
-    weight = make_four_bit(kind, (N, K), group, DTYPE, device)
-    x, y = torch.randn(M, K, device=device).to(DTYPE), torch.randn(M, N, device=device).to(DTYPE)
-    bias = None if add else torch.randn(N, device=device)
-    expected = x.float() @ dequantize_torch(weight).to(DTYPE).float().t() + (y.float() if add else bias)
-    arrivals = make_arrivals(device)
-    four_bit_tiles(arrange.twin(x), weight, y, bias, config, arrivals, add=add)
-    assert distance(y, expected) < MAX_DISTANCE
-    assert not arrivals.any()
+@pytest.mark.parametrize(("kind", "M", "N", "K", "group", "config", "fused"), TILE_CASES)
+def test_tiles(kind, M, N, K, group, config, fused, device):
+    def launch(x, weight, y, bias, arrivals, **options):
+        four_bit_tiles(x, weight, y, bias, config, arrivals, **options)
+
+    hold_product(launch, kind, M, N, K, group, fused, device, prepare=arrange.twin, is_rounded=True)
 
 
 @pytest.mark.parametrize("K", [32, 96, 1056])
@@ -177,19 +179,13 @@ def test_parts_of_a_word_meet_their_columns(device):
 def test_wrong_arguments_are_named(device):
     weight = make_four_bit("symmetric", (16, 256), 128, DTYPE, device)
     x, y = torch.zeros(1, 256, device=device, dtype=DTYPE), torch.zeros(1, 16, device=device, dtype=DTYPE)
-    wrong = {
-        "weight": {"weight": weight._replace(values=weight.values[:, ::2])},
-        "scale": {"weight": weight._replace(scale=weight.scale[:, :1].expand(16, 3))},
-        "zero": {"weight": weight._replace(zero=weight.scale)},
-        "x": {"x": x.float()},
-        "bias": {"bias": x[0]},
-        "y": {"y": y.t()},
-        "norm_weight": {"norm_weight": x[0, :8]},
-    }
-    for name, change in wrong.items():
-        given = {"x": x, "weight": weight, "y": y, "bias": None, "config": GEMV, "arrivals": None} | change
+    given = {"x": x, "weight": weight, "y": y, "bias": None, "config": GEMV, "arrivals": None}
+    wrong = {"x": x.float(), "bias": x[0], "y": y.t(), "norm_weight": x[0, :8]}
+    wrong |= {"weight": weight._replace(values=weight.values[:, ::2])}
+    assert_refused(four_bit_gemv, given, wrong)
+    for name, part in (("scale", weight.scale[:, :1].expand(16, 3)), ("zero", weight.scale)):
         with pytest.raises(ValueError, match=f"^{name} must"):
-            four_bit_gemv(**given)
+            four_bit_gemv(**given | {"weight": weight._replace(**{name: part})})
     too_many = torch.zeros(33, 256, device=device, dtype=DTYPE)
     assert GEMV.max_tokens(weight) == 32
     with pytest.raises(ValueError, match=r"^x must be \[1\.\.32, 256\]"):

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from gpus import pretend_gpu
-from linear_inputs import make_rows
+from kernel_harness import HALF, apart, nightly
 from products import FP8, dequantized, experts_sum, quantized
 
 from nanovllm.kernels.experts import experts_gemv
@@ -18,12 +18,8 @@ from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.formats.format import Weight
 
 NUM_EXPERTS, TOP_K, EPS = 6, 3, 1e-6
-# Triton's interpreter multiplies bfloat16 wrongly.
-HALF = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 # Whether in blocks; hidden size and intermediate size. TMA reads rows of a multiple of 16 bytes.
-shapes = pytest.mark.parametrize(
-    ("in_blocks", "sizes"), [(False, (64, 48)), (False, (72, 33)), (True, (256, 128)), (True, (128, 256))], ids=str
-)
+SHAPES = [(False, (64, 48)), (False, (72, 33)), (True, (256, 128)), (True, (128, 256))]
 
 
 class Case:
@@ -33,7 +29,7 @@ class Case:
         torch.manual_seed(num_tokens)
         hidden_size, intermediate = sizes
         self.format, self.dtype, self.device = FP8[in_blocks], dtype, device
-        self.x, self.out = (make_rows(num_tokens, hidden_size, dtype, device) for _ in range(2))
+        self.x, self.out = (apart(torch.randn(num_tokens, hidden_size, device=device).to(dtype)) for _ in range(2))
         self.logits = torch.randn(num_tokens, NUM_EXPERTS, device=device)
         self.gate_up = self.make_weight(2 * intermediate, hidden_size)
         self.down = self.make_weight(hidden_size, intermediate)
@@ -53,12 +49,17 @@ class Case:
         assert (found.float() - expected).norm() <= distance * total.norm()
 
 
+FEW, MANY = (3, None, True, torch.float32), (20, TileConfig(16, 64, 32, 4, 2), False, HALF)
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "config", "has_tma", "dtype"),
-    [(3, None, True, torch.float32), (40, TileConfig(16, 64, 32, 4, 2), False, HALF)],
-    ids=["few", "many"],
+    ("num_tokens", "config", "has_tma", "dtype", "in_blocks", "sizes"),
+    [
+        *((*FEW, *SHAPES[0]), (*MANY, *SHAPES[1]), (*FEW, *SHAPES[3]), (*MANY, *SHAPES[2])),
+        *nightly((*MANY, *SHAPES[0]), (*FEW, *SHAPES[1]), (*MANY, *SHAPES[3]), (*FEW, *SHAPES[2])),
+    ],
+    ids=str,
 )
-@shapes
 def test_the_tiles_equal_the_twin(device, num_tokens, in_blocks, sizes, dtype, config, has_tma, monkeypatch):
     if not has_tma:
         pretend_gpu(monkeypatch, GpuFacts.of(torch.device(device)), capability=(8, 0))
@@ -84,7 +85,7 @@ def test_the_tiles_equal_the_twin(device, num_tokens, in_blocks, sizes, dtype, c
 @pytest.mark.parametrize(
     ("config", "dtype"), [(ExpertsGemvConfig(32, 64, 2), torch.float32), (ExpertsGemvConfig(64, 256, 4), HALF)], ids=str
 )
-@shapes
+@pytest.mark.parametrize(("in_blocks", "sizes"), [SHAPES[1], SHAPES[3], *nightly(SHAPES[0], SHAPES[2])], ids=str)
 def test_the_kernels_for_few_tokens_equal_the_twin(device, in_blocks, sizes, dtype, config):
     case = Case(2, in_blocks, sizes, dtype, device)
     case.lens[:] = torch.tensor([1, 0])

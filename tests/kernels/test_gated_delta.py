@@ -1,16 +1,21 @@
 """The gated delta rule: twins against transformers' functions, kernels against twins."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 pytest.importorskip("triton")
 
-from nanovllm.kernels.linear_attention import chunked_delta
+from kernel_harness import nightly
+
+from nanovllm.kernels.linear_attention import chunked_delta, chunks
 from nanovllm.kernels.linear_attention.gated_delta import (
     delta_rule_decode,
     delta_rule_prefill,
 )
+from nanovllm.kernels.triton_stub import tl
 
 EPS = 1e-6
 TAPS = 4
@@ -140,9 +145,13 @@ def test_a_padding_row_gives_zeros():
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(2, 2), (2, 4), (1, 3)])
+F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("heads", "state_dtype", "dtype"),
+    [((2, 2), F32, F16), ((2, 4), BF16, F32), *nightly(*product([(2, 2), (2, 4), (1, 3)], [F32, BF16], [F32, F16]))],
+)
 def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
     """Rows that continue and rows that begin, prompts of 2 to 9 rows, padding."""
     layer = Layer(*heads, 16, device, dtype, state_dtype=state_dtype, seed=heads[1])
@@ -201,9 +210,10 @@ def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     assert tails[others].isnan().all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("heads", [(2, 2), (1, 3)])
+@pytest.mark.parametrize(
+    ("heads", "state_dtype", "dtype"),
+    [((1, 3), BF16, F16), ((2, 2), F32, F32), *nightly(*product([(2, 2), (1, 3)], [F32, BF16], [F32, F16]))],
+)
 def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
     layer = Layer(*heads, 16, device, dtype, state_dtype=state_dtype, seed=heads[1])
     layer.fill(0, 2, 5)
@@ -218,7 +228,7 @@ def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
     assert_close(actual[2:], expected[2:], tolerance if state_dtype == torch.float32 else max(tolerance, 1e-2))
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *nightly(1, 2, 3)])
 def test_random_lengths_in_wide_slices(seed, device, monkeypatch):
     """Heads of 64 in several slices of columns, and more sequences than a program compares at a time."""
     monkeypatch.setattr(chunked_delta, "choose_scan", lambda *args: chunked_delta.ScanConfig(32, 4, 1))
@@ -233,11 +243,16 @@ def test_random_lengths_in_wide_slices(seed, device, monkeypatch):
     assert_close(layer.run(delta_rule_prefill.kernel, inputs, *places), expected, TOLERANCE[torch.float32])
 
 
-@pytest.mark.slow
-def test_many_short_sequences(device):
-    lens = [1 + i % 2 for i in range(300)]
-    layer = Layer(1, 1, 16, device, num_cells=300)
-    places = starts(lens), [-1] * 300, range(300), [-1] * 300, [0] * 300
+@pytest.mark.parametrize(("count", "at_a_time"), [(20, 8), *nightly((300, 256))])
+def test_many_short_sequences(count, at_a_time, device, monkeypatch):
+    """More than a program compares at a time."""
+    if at_a_time < 256:
+        if device == "cuda":
+            pytest.skip("a compiled kernel keeps its constants")
+        monkeypatch.setattr(chunks, "_SEQS", tl.constexpr(at_a_time))
+    lens = [1 + i % 2 for i in range(count)]
+    layer = Layer(1, 1, 16, device, num_cells=count)
+    places = starts(lens), [-1] * count, range(count), [-1] * count, [0] * count
     inputs = layer.inputs(sum(lens))
     expected = layer.run(delta_rule_prefill.twin, inputs, *places)
     assert_close(layer.run(delta_rule_prefill.kernel, inputs, *places), expected, TOLERANCE[torch.float32])

@@ -10,6 +10,8 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernel_harness import assert_refused, hold, rounding
+
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.matmul.problem import Problem
@@ -37,13 +39,12 @@ def guide(monkeypatch, tmp_path):
 @pytest.mark.parametrize(("num_tokens", "N", "K"), [(1, 7, 33), (5, 64, 64), (16, 100, 200)])
 def test_the_kernel_of_the_guide_equals_its_twin(guide, num_tokens, N, K, device):
     kernels, _ = guide
-    x, weight = torch.randn(num_tokens, K, device=device).half(), (torch.randn(N, K, device=device) * K**-0.5).half()
-    found, expected = torch.empty(2, num_tokens, N, device=device, dtype=torch.float16)
-    config = kernels.ThinConfig(32, 64, 4)
-    kernels.thin.kernel(x, weight, found, config)
-    torch.testing.assert_close(found, kernels.thin.twin(x, weight, expected, config), rtol=2.0**-9, atol=1e-3)
-    with pytest.raises(ValueError, match=r"x must be \[1\.\.16, "):
-        kernels.thin.kernel(x.repeat(17, 1), weight, found, config)
+    x, y = torch.randn(num_tokens, K, device=device).half(), torch.zeros(num_tokens, N, device=device).half()
+    weight, config = (torch.randn(N, K, device=device) * K**-0.5).half(), kernels.ThinConfig(32, 64, 4)
+    close = rounding(torch.float16, 1, K)
+    hold(kernels.thin.kernel, kernels.thin.twin, (x, weight, y, config), written=(2,), close=close)
+    given = {"x": x, "weight": weight, "out": y, "config": config}
+    assert_refused(kernels.thin.kernel, given, {"x": x.repeat(17, 1)})
 
 
 def test_the_candidate_of_the_guide(guide, device):

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 
 from backends import decode_context, prepare
 from decode_cases import H200, check, make_case, make_plan, needs_tma, paged_decode
+from kernel_harness import nightly
 
 import nanovllm.kernels.attention.paged_decode as paged_decode_module
 from nanovllm.kernels.attention.decode_plan import DecodeConfig, DecodeWorkspace
@@ -22,17 +23,19 @@ pytestmark = needs_tma
 OTHER_DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
 
 
+CASES = [
+    (4, 2, 128, 256, torch.float16, DecodeConfig(32, 1, 3, tma=True), 1),
+    (4, 2, 128, 256, OTHER_DTYPE, DecodeConfig(64, 2, 3, tma=True), 1),
+    (8, 2, 64, 64, torch.float16, DecodeConfig(64, 2, 3, tma=True), 30),
+    (5, 1, 64, 32, OTHER_DTYPE, DecodeConfig(32, 1, 4, tma=True), 30),
+    (16, 1, 128, 64, torch.float16, DecodeConfig(32, 1, 4, tma=True), 1),
+]
+
+
 @pytest.mark.parametrize(
-    ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "config"),
-    [
-        (4, 2, 128, 256, torch.float16, DecodeConfig(32, 1, 3, tma=True)),
-        (4, 2, 128, 256, OTHER_DTYPE, DecodeConfig(64, 2, 3, tma=True)),
-        (8, 2, 64, 64, torch.float16, DecodeConfig(64, 2, 3, tma=True)),
-        (5, 1, 64, 32, OTHER_DTYPE, DecodeConfig(32, 1, 4, tma=True)),
-        (16, 1, 128, 64, torch.float16, DecodeConfig(32, 1, 4, tma=True)),
-    ],
+    ("num_heads", "num_kv_heads", "head_dim", "block_size", "dtype", "config", "spare"),
+    [*CASES, *nightly(*((*case[:-1], 31 - case[-1]) for case in CASES))],
 )
-@pytest.mark.parametrize("spare", [1, 30])
 def test_whole_tiles_by_the_memory_accelerator(
     num_heads, num_kv_heads, head_dim, block_size, dtype, config, spare, device
 ):

@@ -8,6 +8,7 @@ triton = pytest.importorskip("triton")
 
 import triton.language as tl  # noqa: E402
 from draws import sample_torch, sample_triton  # noqa: E402
+from kernel_harness import nightly  # noqa: E402
 
 from nanovllm.kernels.sampling import sampler as kernels  # noqa: E402
 from nanovllm.kernels.sampling.sampler import NON_FINITE  # noqa: E402
@@ -105,7 +106,7 @@ def test_kernel_equals_twin(batch, vocab_size, dtype, device):
     assert_same_draws(logits, temperatures, SEEDS[:batch].to(device), positions)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *nightly(torch.float32)])
 def test_tokens_below_the_threshold_are_never_drawn(dtype, device):
     logits = (torch.randn(9, 2100, device=device) * 3).to(dtype)
     temperatures = torch.tensor([0.6, 1.0, 0.0, 0.05, 1.7, 1e-5, 0.0, 30.0, 0.9], device=device)
@@ -141,8 +142,10 @@ def test_the_batch_does_not_matter(device):
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of overflows and NaN, in Triton's interpreter
-@pytest.mark.parametrize("truncated", [False, True])
-@pytest.mark.parametrize("temperature", [0.0, 0.7, 1e-39, 3e38])
+@pytest.mark.parametrize(
+    ("temperature", "truncated"),
+    [(0.0, False), (0.7, True), (3e38, False), *nightly((0.0, True), (0.7, False), (3e38, True), (1e-39, False))],
+)
 def test_a_row_without_a_token(temperature, truncated, device):
     """One NaN or +inf among healthy logits, wherever it is, or nothing but -inf; not the largest finite numbers."""
     vocab_size, largest = 2100, torch.finfo(torch.float32).max
@@ -175,9 +178,9 @@ def test_a_row_without_a_token(temperature, truncated, device):
 
 @pytest.mark.parametrize(("temperature", "dtype"), [(0.0, torch.float16), (1.0, torch.bfloat16)])
 def test_no_row_is_spoilt_by_its_neighbour(temperature, dtype, device):
-    logits = (torch.randn(9, 1500, device=device) * 3).to(dtype)
-    temperatures = torch.full((9,), temperature, device=device)
-    arguments = SEEDS.to(device), torch.arange(9, device=device)
+    logits = (torch.randn(6, 1100, device=device) * 3).to(dtype)
+    temperatures = torch.full((6,), temperature, device=device)
+    arguments = SEEDS[:6].to(device), torch.arange(6, device=device)
     expected = sample_triton(logits, temperatures, *arguments)
     spoilt = logits.clone()
     spoilt[1::2, 777] = float("nan")

@@ -7,6 +7,8 @@ from hypothesis import strategies as st
 
 triton = pytest.importorskip("triton")
 
+from kernel_harness import nightly  # noqa: E402
+
 from nanovllm.kernels.sampling import sampling_thresholds as kernels  # noqa: E402
 from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds  # noqa: E402
 
@@ -64,10 +66,17 @@ def kept_by_definition(logits, temperature, k, p, min_p, slack=0.0):
 
 
 def assert_right(logits, rows):
-    """Keeps what the definition keeps, give or take tokens within rounding of a border."""
-    thresholds = sampling_thresholds.kernel(logits, *arguments(rows, logits.device))
-    assert thresholds.dtype == torch.float32
-    assert thresholds.shape == (len(rows),)
+    """Twin and kernel keep what the definition keeps, give or take tokens within rounding of a border. Returns the
+    kernel's thresholds."""
+    for function in (sampling_thresholds.twin, sampling_thresholds.kernel):
+        thresholds = function(logits, *arguments(rows, logits.device))
+        assert thresholds.dtype == torch.float32
+        assert thresholds.shape == (len(rows),)
+        assert_kept(thresholds, logits, rows)
+    return thresholds
+
+
+def assert_kept(thresholds, logits, rows):
     for i, row in enumerate(rows):
         x = logits[i].float().nan_to_num(nan=-INF, posinf=INF, neginf=-INF)
         got = x >= thresholds[i]
@@ -76,7 +85,6 @@ def assert_right(logits, rows):
         at_least = at_least & (x > -INF)  # a threshold may or may not drop what is never drawn
         assert not (at_least & ~got).any(), (i, row, "drops too much")
         assert not (got & ~at_most & (x > -INF)).any(), (i, row, "keeps too much")
-    return thresholds
 
 
 ROWS = [
@@ -102,7 +110,9 @@ ROWS = [
 @pytest.mark.parametrize(
     ("config", "dtype", "vocab_size"),
     [
-        *((config, torch.float32, 611) for config in CONFIGS.values()),
+        (CONFIGS["default"], torch.float32, 611),
+        (CONFIGS["whole rows"], torch.float32, 211),
+        (CONFIGS["some candidates"], torch.float32, 347),
         (CONFIGS["default"], torch.bfloat16, 700),
         (CONFIGS["default"], torch.float16, 513),
     ],
@@ -136,9 +146,20 @@ def test_ties_stay_together(config, device):
     assert kept.all()
 
 
-@every_config
-@pytest.mark.parametrize(("k", "p", "min_p"), [(4, 1.0, 0.0), (0, 0.9, 0.0), (0, 1.0, 0.1), (300, 0.9, 0.1)])
-def test_masked_and_undefined_logits(k, p, min_p, config, device):
+@pytest.mark.parametrize(
+    ("config", "k", "p", "min_p"),
+    [
+        (CONFIGS["default"], 4, 1.0, 0.0),
+        (CONFIGS["some candidates"], 0, 0.9, 0.0),
+        (CONFIGS["whole rows"], 300, 0.9, 0.1),
+        (CONFIGS["default"], 0, 1.0, 0.1),
+        *nightly(*((config, *each) for config in CONFIGS.values() for each in [(4, 1.0, 0.0), (0, 0.9, 0.0)])),
+        *nightly(*((config, *each) for config in CONFIGS.values() for each in [(0, 1.0, 0.1), (300, 0.9, 0.1)])),
+    ],
+    ids=str,
+    indirect=["config"],
+)
+def test_masked_and_undefined_logits(config, k, p, min_p, device):
     logits = torch.randn(7, 500, device=device).to(torch.bfloat16)
     logits[0] = -INF
     logits[1] = float("nan")
@@ -162,7 +183,7 @@ def test_tiny_vocabularies(vocab_size, device):
     assert_right(torch.randn(len(rows), vocab_size, device=device), rows)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(data=st.data())
 def test_any_rows_keep_what_the_definition_keeps(device, data):
     vocab_size = data.draw(st.integers(1, 400), "vocab_size")

@@ -15,7 +15,7 @@ from gpus import pretend_gpu
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends import flash_attn4, gpu_backend
 from nanovllm.layers.backends.backend import AttentionShape, StepSizes
-from nanovllm.layers.backends.flash_attn4 import MAX_SEQS, FlashAttn4, load_flash_attn4
+from nanovllm.layers.backends.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.layers.backends.torch_backend import prefill_attention_torch
 from nanovllm.layers.backends.triton_backend import TritonBackend
 from nanovllm.layers.matmul.table import Table
@@ -90,34 +90,28 @@ def test_a_package_that_cannot_be_imported_is_named(is_installed, monkeypatch, c
     assert ("flash-attn-4 cannot be imported" in caplog.text) == is_installed
 
 
-def test_long_prompts_go_there(device):
-    package = Package()
-    out, _ = prefill(make_backend(package), [(0, 3), (0, MAX_SHORT + 1)], device)
+@pytest.mark.parametrize(
+    ("lens", "is_paged"),
+    [([(0, 3), (0, MAX_SHORT + 1)], False), ([(BLOCK_SIZE, 5), (0, 2)], True), ([(BLOCK_SIZE, MAX_SHORT)] * 2, True)],
+)
+def test_long_prompts_and_cached_beginnings_go_there(lens, is_paged, device):
+    """Beginnings as pages, also where all lengths are equal."""
+    package, keys = Package(), [cached + new for cached, new in lens]
+    out, _ = prefill(make_backend(package), lens, device)
     assert is_the_packages(out)
     (options,) = package.calls
-    assert options["cu_seqlens_q"].tolist() == options["cu_seqlens_k"].tolist() == [0, 3, MAX_SHORT + 4]
     assert options["causal"]
     assert options["softmax_scale"] == SCALE
-    assert "page_table" not in options
+    if is_paged:
+        assert options["seqused_k"].tolist() == keys
+        assert options["page_table"].shape == (2, -(-max(keys) // BLOCK_SIZE))
+        assert "cu_seqlens_k" not in options
+    else:
+        assert options["cu_seqlens_q"].tolist() == options["cu_seqlens_k"].tolist() == [0, keys[0], sum(keys)]
+        assert "page_table" not in options
 
 
-def test_a_cached_beginning_goes_there_as_pages(device):
-    package = Package()
-    out, _ = prefill(make_backend(package), [(BLOCK_SIZE, 5), (0, 2)], device)
-    assert is_the_packages(out)
-    (options,) = package.calls
-    assert options["seqused_k"].tolist() == [BLOCK_SIZE + 5, 2]
-    assert options["page_table"].shape == (2, 2)
-    assert "cu_seqlens_k" not in options
-
-
-def test_equal_lengths_with_a_cached_beginning_go_there_as_pages(device):
-    package = Package()
-    prefill(make_backend(package), [(BLOCK_SIZE, MAX_SHORT)] * 2, device)
-    assert "page_table" in package.calls[0]
-
-
-@pytest.mark.parametrize("lens", [[(0, 1)], [(0, 40), (0, 7)], [(0, MAX_SHORT)], [(0, 1)] * MAX_SEQS])
+@pytest.mark.parametrize("lens", [[(0, 1)], [(0, 40), (0, 7)], [(0, MAX_SHORT)]])
 def test_short_prompts_are_our_kernels(lens, device):
     package = Package()
     out, expected = prefill(make_backend(package), lens, device)
@@ -186,9 +180,12 @@ def test_where_no_step_is_large_enough_it_is_not_loaded(max_num_tokens, max_mode
     assert (backend.flash_attn4 is not None) == is_loaded
 
 
-def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels(device):
+def test_more_sequences_than_it_has_a_kernel_for_are_our_kernels(monkeypatch, device):
+    monkeypatch.setattr(flash_attn4, "MAX_SEQS", 5)
     package = Package()
-    out, expected = prefill(make_backend(package), [(BLOCK_SIZE, 1)] * (MAX_SEQS + 1), device)
+    assert is_the_packages(prefill(make_backend(package), [(BLOCK_SIZE, 1)] * 5, device)[0])
+    package.calls.clear()
+    out, expected = prefill(make_backend(package), [(BLOCK_SIZE, 1)] * 6, device)
     assert package.calls == []
     torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
 

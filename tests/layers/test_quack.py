@@ -61,18 +61,37 @@ def matmul(quack) -> Matmul:
 PREFILL, DECODE = Context(is_prefill=True), Context()
 
 
+DECODE_TILE = Tile(128, 32)
+
+
 @pytest.mark.parametrize(
-    ("context", "num_tokens", "called"),
-    [(PREFILL, 2047, []), (PREFILL, 2048, [PREFILL_TILE]), (DECODE, 16, []), (DECODE, 128, [Tile(128, 32)])],
+    ("operation", "context", "num_tokens", "tile"),
+    [
+        ("linear", PREFILL, 2047, None),
+        ("linear", PREFILL, 2048, PREFILL_TILE),
+        ("linear", DECODE, 16, None),
+        ("linear", DECODE, 128, DECODE_TILE),
+        ("linear_silu", PREFILL, 2048, PREFILL_TILE),
+        ("linear_silu", DECODE, 128, DECODE_TILE),
+        ("linear_silu", DECODE, 3, None),
+        ("linear_add", PREFILL, 2048, None),
+        ("linear_add", DECODE, 128, DECODE_TILE),
+        ("linear_add", DECODE, 512, None),
+    ],
 )
-def test_products(matmul, package, context, num_tokens, called):
-    x, weight, _ = tensors(num_tokens, 96, 32)
+def test_products(matmul, package, operation, context, num_tokens, tile):
+    x, weight, residual = tensors(num_tokens, 96, 32)
+    product = F.linear(x, weight)
+    gate, up = product.chunk(2, dim=-1)
+    expected = {"linear": product, "linear_silu": F.silu(gate) * up, "linear_add": residual + product}[operation]
     with step_context(context):
         for _ in range(2):
-            y = run(matmul, "linear", x, weight)
-        torch.testing.assert_close(y, F.linear(x, weight), rtol=1e-4, atol=1e-4)
+            out = residual.clone() if operation == "linear_add" else None
+            y = run(matmul, operation, x, weight, out=out)
+            assert out is None or y is out
+            torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
     tiles = [Tile(c.tile_m, c.tile_n, (c.cluster_m, c.cluster_n), c.pingpong) for c in package.calls]
-    assert tiles == called * 2
+    assert tiles == ([] if tile is None else [tile] * 2)
     # The package knows a config that it has seen by its identity.
     assert len(set(map(id, package.calls))) <= 1
 
@@ -104,26 +123,6 @@ def test_steps_without_graphs_prefill_alone(quack, matmul, package):
     with step_context(PREFILL):
         run(matmul, "linear", *tensors(2048, 128, 32)[:2])
     assert len(package.calls) == 1
-
-
-@pytest.mark.parametrize(("context", "num_tokens", "count"), [(PREFILL, 2048, 1), (DECODE, 128, 1), (DECODE, 3, 0)])
-def test_swiglu(matmul, package, context, num_tokens, count):
-    x, weight, _ = tensors(num_tokens, 128, 32)
-    with step_context(context):
-        y = run(matmul, "linear_silu", x, weight)
-    gate, up = F.linear(x, weight).chunk(2, dim=-1)
-    torch.testing.assert_close(y, F.silu(gate) * up, rtol=1e-4, atol=1e-4)
-    assert len(package.calls) == count
-
-
-@pytest.mark.parametrize(("context", "num_tokens", "count"), [(PREFILL, 2048, 0), (DECODE, 128, 1), (DECODE, 512, 0)])
-def test_sums(matmul, package, context, num_tokens, count):
-    x, weight, residual = tensors(num_tokens, 96, 32)
-    expected = residual + F.linear(x, weight)
-    with step_context(context):
-        assert run(matmul, "linear_add", x, weight, out=residual) is residual
-    torch.testing.assert_close(residual, expected, rtol=1e-4, atol=1e-4)
-    assert len(package.calls) == count
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from nanovllm.kernels.sampling.sampler import NON_FINITE, log2_exponential_torch, philox4x32_torch
+from nanovllm.kernels.sampling.sampler import log2_exponential_torch, philox4x32_torch
 from nanovllm.layers.sampler import Sampler
 
 VOCAB_SIZE = 24  # a group of tokens and a half
@@ -94,20 +94,6 @@ def test_forbidden_tokens_are_never_drawn(device):
     assert set(tokens.tolist()) == {3, 8, 9}
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0, 1e-39, 3e38])
-def test_a_row_with_a_logit_that_is_no_number_has_no_token(device, temperature):
-    """Nor has one with an infinite one, or with nothing to draw. Masks that leave a token are no fault."""
-    logits = torch.randn(6, 100, device=device)
-    logits[0, 99], logits[1, 0], logits[2, 50] = math.nan, math.nan, math.inf
-    logits[3] = logits[4] = -math.inf
-    logits[4, 7] = 0.0
-    zeros = torch.zeros(6, dtype=torch.int64, device=device)
-    for thresholds in (None, torch.full((6,), -2.0, device=device)):
-        tokens = Sampler()(logits, torch.full((6,), temperature, device=device), zeros, zeros, thresholds)
-        assert tokens[:5].tolist() == [NON_FINITE] * 4 + [7]
-        assert 0 <= tokens[5] < 100
-
-
 def test_draws_above_a_threshold_follow_what_is_left_of_the_softmax(device):
     """Of five groups of tokens and a piece of one, in which few, many or none are left."""
     generator = torch.Generator().manual_seed(1)
@@ -128,25 +114,6 @@ def test_draws_above_a_threshold_follow_what_is_left_of_the_softmax(device):
     bound = degrees + 6 * math.sqrt(2 * degrees)
     assert chi_square(places[tokens], probabilities) < bound
     assert chi_square(places[tokens], (logits[kept] / 0.75).softmax(-1)) > 2 * bound
-
-
-def test_tokens_below_the_threshold_are_never_drawn(device):
-    logits = torch.randn(2000, 50, device=device)
-    thresholds = logits.sort(dim=1).values[:, 40]
-    thresholds[::5] = -math.inf
-    temperatures = torch.full((2000,), 1.5, device=device)
-    temperatures[1::5] = 0.0
-    seeds, positions = torch.arange(2000, device=device), torch.arange(2000, device=device)
-    free = Sampler()(logits, temperatures, seeds, positions)
-    tokens = Sampler()(logits, temperatures, seeds, positions, thresholds)
-    drawn = logits.gather(1, tokens.unsqueeze(1)).squeeze(1)
-    assert (drawn >= thresholds).all()
-    # A threshold that every token is above changes nothing.
-    lowest = logits.amin(dim=1)
-    assert torch.equal(Sampler()(logits, temperatures, seeds, positions, lowest), free)
-    stays = logits.gather(1, free.unsqueeze(1)).squeeze(1) >= thresholds
-    assert 0.2 < stays.float().mean() < 0.9
-    assert len(tokens[~stays].unique()) > 10
 
 
 # Vectors of Random123's kat_vectors for philox4x32 with ten rounds.

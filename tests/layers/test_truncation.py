@@ -2,7 +2,6 @@
 
 import math
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -79,35 +78,6 @@ def test_a_row_does_not_depend_on_its_neighbours():
     alone = [thresholds(logits[i : i + 1], row) for i, row in enumerate(rows)]
     assert torch.equal(together, torch.cat(alone))
     assert together[1:3].tolist() == [-INF, -INF]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_ties_with_the_last_token_are_all_kept(dtype):
-    logits = torch.tensor([[2.0, 1.0, 3.0, 1.0, 1.0, 0.0]], dtype=dtype)
-    one = (1.0, 3, 1.0, 0.0)
-    assert thresholds(logits, one) == 1.0
-    # After top_k=3 five tokens remain; e^3 and e^2 are 0.77 of their mass, 0.79 had the ties been dropped.
-    share = (math.exp(3) + math.exp(2)) / (math.exp(3) + math.exp(2) + 3 * math.e)
-    assert thresholds(logits, (1.0, 3, share - 0.01, 0.0)) == 2.0
-    assert thresholds(logits, (1.0, 3, share + 0.01, 0.0)) == 1.0
-    assert thresholds(logits, (1.0, 0, 1.0, 1.0)) == 3.0
-
-
-def test_forbidden_and_undefined_logits():
-    nan = math.nan
-    logits = torch.tensor(
-        [
-            [-INF, -INF, -INF, -INF],
-            [-INF, 2.0, -INF, 1.0],
-            [nan, 2.0, nan, 1.0],
-            [INF, 2.0, INF, 1.0],
-            [nan, nan, nan, nan],
-        ]
-    )
-    cuts = thresholds(logits, *[(1.0, 3, 0.99, 0.01)] * 5)
-    assert not cuts.isnan().any()
-    kept = logits >= cuts.unsqueeze(1)
-    assert kept[1:4].tolist() == [[False, True, False, True]] * 2 + [[True, False, True, False]]
 
 
 def test_a_batch_without_rows_has_no_thresholds():

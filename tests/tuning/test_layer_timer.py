@@ -5,6 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from kernel_harness import launch_everywhere
 from products import experts_problem, problem
 
 from nanovllm.kernels.gpu import GpuFacts
@@ -71,10 +72,7 @@ class Wrong(SplitK):
 
 @pytest.fixture(params=["linear_add", "linear_sum"])
 def timer(request, monkeypatch) -> LayerTimer:
-    if torch.cuda.is_available():
-        pytest.skip("the kernels would be compiled for a GPU")
-    for module in (gemv, split_k):
-        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    launch_everywhere(monkeypatch, gemv, split_k)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
@@ -92,13 +90,12 @@ def timer(request, monkeypatch) -> LayerTimer:
 @pytest.fixture
 def experts_timer(monkeypatch, timer) -> LayerTimer:
     """Of a layer with experts."""
-    for module in (expert_tiles, experts_gemv):
-        monkeypatch.setattr(module, "use_kernels", lambda x: True)
+    launch_everywhere(monkeypatch, expert_tiles, experts_gemv)
     experts = experts_problem(6, 2 * INTERMEDIATE, HIDDEN, 2, HALF, "float16")
     return layer_timer_of([*problems_of(timer)[:2], linear("linear", 6, HIDDEN), experts], timer.attention)
 
 
-EXPERTS_GEMV = Choice("experts-gemv", ((8, 32, 1), (4, 64, 1)))
+EXPERTS_GEMV = Choice("experts-gemv", ((64, 32, 1), (32, 64, 1)))
 EXPERT_TILES = Choice("expert-tiles", ((16, 64, 64, 4, 2), (16, 64, 64, 4, 2)))
 
 

@@ -92,18 +92,17 @@ def test_settings_are_updated_key_by_key():
     assert updated.settings == {"mixed_step_rows": {"a": 1, "b": 2}, "other": {"x": 1}}
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"rows": [{"operation": "linear"}]}'])
+WRONG_TOKENS = [{}, {"x": []}, {"1": [[]]}, {"1": [[1]]}, {"1": ["gemv"]}, {"1": None}, None]
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "[]", "{}", '{"rows": [{"operation": "linear"}]}']
+    + [json.dumps({"rows": [{**KEY._asdict(), "tokens": tokens}]}) for tokens in WRONG_TOKENS],
+)
 def test_a_file_that_is_no_table_is_named(tmp_path, content):
     path = tmp_path / "table.json"
     path.write_text(content)
-    with pytest.raises(ValueError, match=r"table\.json is no table of `nanovllm tune`"):
-        read_table(path)
-
-
-@pytest.mark.parametrize("tokens", [{}, {"x": []}, {"1": [[]]}, {"1": [[1]]}, {"1": ["gemv"]}, {"1": None}, None])
-def test_a_file_with_a_wrong_row_is_named(tmp_path, tokens):
-    path = tmp_path / "table.json"
-    path.write_text(json.dumps({"rows": [{**KEY._asdict(), "tokens": tokens}]}))
     with pytest.raises(ValueError, match=r"table\.json is no table of `nanovllm tune`"):
         read_table(path)
 
