@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import FAMILIES
 from transformers import CONFIG_MAPPING
 
 from nanovllm.bench.floor import ModelSize
@@ -20,21 +21,6 @@ from nanovllm.models.make_model import make_model
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
 
-ARCHITECTURES = {
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -48,7 +34,7 @@ def family_dir(model_dir):
     """family_dir(family, **changes) -> a directory with such a config.json."""
 
     def make(family, **changes):
-        return model_dir(model_type=family, architectures=[ARCHITECTURES[family]], pad_token_id=None, **changes)
+        return model_dir(model_type=family, architectures=[FAMILIES[family].architecture], pad_token_id=None, **changes)
 
     return make
 
@@ -91,6 +77,11 @@ def family_dir(model_dir):
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
         ("olmo3", {"use_sliding_window": False, **WINDOW}, "use_sliding_window=False: is not supported for olmo3"),
         ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "is_causal=False|use_bidirectional_attention=True"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma3_text", {"use_sliding_window": False}, "use_sliding_window=False"),
         ("gemma4_text", {}, "hidden_size_per_layer_input=256: is not supported for gemma4_text"),
         (
             "gemma4_text",
@@ -170,6 +161,15 @@ def test_which_layers_have_a_window(fields, windows):
     """By the names of transformers 4 and 5."""
     config = SimpleNamespace(num_hidden_layers=3, max_position_embeddings=512, **fields)
     assert windows_of_layers(config) == windows
+
+
+def test_kinds_of_layers_that_contradict_the_rest_are_refused():
+    fields = {"num_hidden_layers": 3, "sliding_window": 8}
+    with pytest.raises(ValueError, match="layer_types"):
+        windows_of_layers(SimpleNamespace(layer_types=["full_attention"], **fields))
+    fields |= {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}
+    with pytest.raises(ValueError, match="use_sliding_window=False: contradicts layer_types"):
+        windows_of_layers(SimpleNamespace(**fields))
 
 
 # Billions of parameters, from the model cards. Those of Qwen3.5 count a vision tower too, which is not here.
