@@ -18,7 +18,7 @@ from nanovllm.models import registry
 from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.loader import num_checkpoint_params
 from nanovllm.models.make_model import make_model
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import _PRESETS, PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
@@ -221,18 +221,12 @@ PUBLISHED = {
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
 }
-# Those of families that are not in all releases of transformers that we support.
-NEWER = {"SmolLM3-3B": "smollm3", "Olmo-3-1025-7B": "olmo3", "Olmo-3-1125-32B": "olmo3"}
-NEWER |= {"gemma-4-12B": "gemma4_unified_text", "gemma-4-26B-A4B": "gemma4_text", "gemma-4-31B": "gemma4_text"}
-NEWER |= {name: "gpt_oss" for name in PUBLISHED if "gpt-oss" in name}
-NEWER |= {name: "ministral3" for name in PUBLISHED if "Ministral-3" in name}
-NEWER |= {name: "qwen3_5_moe_text" if "A3B" in name else "qwen3_5_text" for name in PUBLISHED if "Qwen3." in name}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_shape_has_its_parameters(name):
-    family = NEWER.get(name)
-    if family is not None and family not in CONFIG_MAPPING:
+    family = _PRESETS[name][1]["model_type"]
+    if family not in CONFIG_MAPPING:
         with pytest.raises(ValueError, match=rf"{name}: transformers .* does not know {family}: upgrade it"):
             preset_config(name)
         return
