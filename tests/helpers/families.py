@@ -12,6 +12,8 @@ import torch
 import transformers
 from checkpoints import Reference, edit_tensors, make_checkpoint, random_prompt
 
+from nanovllm import RequestOutput
+
 IS_TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 NUM_TOKENS = 12  # of each completion
 BEGINNING = 70  # tokens that two of the prompts share: four blocks, and one chunk of linear attention
@@ -83,6 +85,8 @@ FREE_HEADS = choose(
     *(shape(2, 2, 32, 64), shape(1, 4, 64, 96), shape(1, 7, 48, 56), shape(4, 1, 80, 64), shape(2, 3, 96, 48)),
     *(shape(1, 4, 128, 64), shape(1, 1, 256, 64)),
 )
+# Of which two ranks have a copy of the one head of keys.
+ONE_KV_HEAD, ONE_FREE_KV_HEAD = choose(shape(1, 4, 16), *HEADS.values), choose(shape(1, 4, 32, 64), *FREE_HEADS.values)
 BIAS = {"attention_bias": choose(True, False)}
 # Shorter than most prompts, a number of blocks, or longer than all. (With a window of 1, transformers keeps all keys.)
 WINDOW = choose(13, 2, 7, 32, 45, 127)
@@ -208,7 +212,7 @@ FAMILIES = {
     ),
     "smollm3": Family("SmolLM3ForCausalLM", (COMMON, HEADS, BIAS, SOME_WINDOWS, NO_ROPE)),
     "phi3": Family("Phi3ForCausalLM", (COMMON, HEADS, {"sliding_window": choose(13, None, 128)}, PHI_ROPES)),
-    "olmo2": Family("Olmo2ForCausalLM", (COMMON, HEADS, BIAS, {"rope_scaling": None})),
+    "olmo2": Family("Olmo2ForCausalLM", (COMMON, ONE_KV_HEAD, BIAS, {"rope_scaling": None})),
     "olmo3": Family("Olmo3ForCausalLM", (COMMON, HEADS, BIAS, OLMO3)),
     "granite": Family("GraniteForCausalLM", (COMMON, HEADS, BIAS, FACTORS)),
     "gemma3_text": Family(
@@ -236,7 +240,13 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
-        (*HYBRID, SHARED_EXPERT, choose({"mlp_only_layers": [0]}, {}), {"norm_topk_prob": choose(True, False)}),
+        (
+            *HYBRID,
+            ONE_FREE_KV_HEAD,
+            SHARED_EXPERT,
+            choose({"mlp_only_layers": [0]}, {}),
+            {"norm_topk_prob": choose(True, False)},
+        ),
         is_hybrid=True,
     ),
     "gpt_oss": Family("GptOssForCausalLM", (COMMON, FREE_HEADS, BIAS, GPT_OSS)),
@@ -305,3 +315,12 @@ class Case:
         assert [len(tokens) for tokens in completions] == list(limits)
         for prompt, tokens in zip(self.prompts, completions, strict=True):
             assert self.reference.regret(prompt, tokens) <= self.reference.rounding(prompt, tokens)
+
+    def assert_like_transformers(self, outputs: list[RequestOutput]) -> None:
+        """`assert_greedy`, and the log-probabilities of the outputs that have some."""
+        self.assert_greedy([output["token_ids"] for output in outputs])
+        for prompt, output in zip(self.prompts, outputs, strict=True):
+            if tokens := output["logprobs"] and output["token_ids"]:
+                found = [of_step[token] for token, of_step in zip(tokens, output["logprobs"], strict=True)]
+                difference = torch.tensor(found) - self.reference.logprobs(prompt, tokens)
+                assert difference.abs().max() <= 2 * self.reference.rounding(prompt, tokens)

@@ -3,6 +3,8 @@
 The table in tests/helpers/families.py has the rest.
 """
 
+import math
+
 import pytest
 import torch
 from checkpoints import (
@@ -123,6 +125,7 @@ def test_proposed_tokens_that_are_taken_back(dense, num_cells, monkeypatch):
     path, reference = dense
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
     monkeypatch.setattr(speculative_scheduler, "choose_counts", choose)
+    monkeypatch.setattr(speculative_scheduler, "_MAX_LOOKING_SHARE", math.inf)  # on a busy machine too
     monkeypatch.setattr(memory, "count_cells", lambda *args: num_cells)
     prompts = reference.draw_prompts((1, 150, 70), 14)
     expected = {(i, 0): tokens for i, tokens in enumerate(reference.greedy(prompts, 14))}
@@ -172,7 +175,8 @@ def test_states_in_bfloat16(dense):
             outputs = generate(llm, prompts, greedy(60))
             assert outputs[-1]["num_cached_tokens"] == num_hits
             regrets = [reference.regret(p, each["token_ids"]) for p, each in zip(prompts, outputs, strict=True)]
-            assert max(regrets) < 0.05
+            # A step rounds a state to 8 bits. The errors of n steps are independent, and add up to sqrt(n) of one.
+            assert max(regrets) < 4 * 2**-9 * (2 * CHUNK + 69) ** 0.5
         assert_idle(llm)
 
 
