@@ -280,7 +280,7 @@ def test_bfloat16_on_a_cpu_is_within_rounding(make_case, family):
         assert_within_rounding(layer_outputs(llm), case.outputs, family)
 
 
-# test_family_fp8.py has the others.
+# test_families.py has the others.
 @pytest.mark.parametrize("family", ["qwen3", "gemma3_text", "qwen3_moe", "qwen3_5_text"])
 def test_fp8_on_a_cpu_is_within_rounding(make_case, family):
     case = make_case(family)

@@ -229,6 +229,7 @@ class Reference:
     def __init__(self, path: str | Path):
         self.model = AutoModelForCausalLM.from_pretrained(path).float().eval()
         self._known: dict[tuple, tuple[list[int], float]] = {}
+        self._logits: dict[tuple, torch.Tensor] = {}
 
     @torch.inference_mode()
     def generate(self, prompt: list[int], max_tokens: int) -> tuple[list[int], float]:
@@ -274,8 +275,24 @@ class Reference:
     @torch.inference_mode()
     def logits(self, prompt: list[int], completion: list[int]) -> torch.Tensor:
         """float32 [len(completion), vocab_size]: what each token of the completion was chosen from."""
-        logits = self.model(torch.tensor([prompt + completion])).logits[0]
-        return logits[len(prompt) - 1 : -1]
+        key = (tuple(prompt), tuple(completion))
+        if key not in self._logits:
+            self._logits[key] = self.model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1]
+        return self._logits[key]
+
+    def logprobs(self, prompt: list[int], completion: list[int]) -> torch.Tensor:
+        """float32 [len(completion)]: of the completion's tokens."""
+        return self.logits(prompt, completion).log_softmax(-1).gather(1, torch.tensor(completion)[:, None])[:, 0]
+
+    def rounding(self, prompt: list[int], completion: list[int]) -> float:
+        """What the order of float32's sums may change of a logit.
+
+        A sum of K products changes by K * 2^-24 of its size at most. A layer has twelve results, one after the other,
+        whose errors are independent. The largest of some thousand numbers is four times as large as the usual one.
+        """
+        longest = max(parameter.shape[1] for parameter in self.model.parameters() if parameter.dim() == 2)
+        relative = longest * 2**-24 * (12 * self.model.config.num_hidden_layers) ** 0.5
+        return 4 * relative * self.logits(prompt, completion).std().item()
 
     def regret(self, prompt: list[int], completion: list[int]) -> float:
         """How far below the best logit, of the same beginning, the completion's worst choice lies; 0 is greedy."""

@@ -144,9 +144,9 @@ def reference_model(path: Path, in_blocks: bool, inputs: RoundedInputs) -> torch
     model = AutoModelForCausalLM.from_pretrained(path).float().eval()
     for name, module in model.named_modules():
         if isinstance(getattr(module, "down_proj", None), torch.nn.Parameter):
-            for weight in (module.gate_up_proj, module.down_proj):
-                for of_expert in weight.data:
-                    of_expert.copy_(dequantized(*rounded(of_expert, *weight_group(of_expert, in_blocks))))
+            for matrices in (_of_experts(module, "gate_up_proj"), _of_experts(module, "down_proj")):
+                for matrix in matrices:
+                    matrix.copy_(dequantized(*rounded(matrix, *weight_group(matrix, in_blocks))))
             module.forward = partial(_experts, module, in_blocks, inputs)
         elif is_quantized(name):
             weight = module.weight.data
@@ -165,17 +165,29 @@ def round_input(in_blocks: bool, inputs: RoundedInputs):
     return lambda module, args: (_rounded_input(args[0], in_blocks, inputs),)
 
 
+def _of_experts(module, name: str) -> Tensor:
+    """[num_experts, N, K]. gpt-oss, whose experts have biases, has them with columns first."""
+    weights = getattr(module, name).data
+    return weights.transpose(1, 2) if hasattr(module, f"{name}_bias") else weights
+
+
 def _experts(module, in_blocks: bool, inputs: RoundedInputs, x: Tensor, experts: Tensor, shares: Tensor) -> Tensor:
     """What transformers 5 computes by the fused weights of all experts."""
 
-    def product(x, weight):
-        return F.linear(_rounded_input(x, in_blocks, inputs), weight)
+    def product(x, name, expert):
+        y = F.linear(_rounded_input(x, in_blocks, inputs), _of_experts(module, name)[expert])
+        return y + getattr(module, f"{name}_bias")[expert] if hasattr(module, f"{name}_bias") else y
+
+    def gated(x):
+        if hasattr(module, "limit"):
+            return module._apply_gate(x)
+        gate, up = x.chunk(2, dim=-1)
+        return module.act_fn(gate) * up
 
     total = torch.zeros_like(x)
     for expert in experts.unique().tolist():
         token, slot = (experts == expert).nonzero(as_tuple=True)
-        gate, up = product(x[token], module.gate_up_proj[expert]).chunk(2, dim=-1)
-        y = product(module.act_fn(gate) * up, module.down_proj[expert])
+        y = product(gated(product(x[token], "gate_up_proj", expert)), "down_proj", expert)
         total.index_add_(0, token, y * shares[token, slot, None])
     return total
 

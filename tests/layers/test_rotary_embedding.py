@@ -34,7 +34,7 @@ SETTINGS = {
 }
 
 
-# transformers 4 reads these settings under other names; tests/models/test_parity.py holds us to whichever is installed.
+# transformers 4 reads these settings under other names. tests/models/test_families.py has the installed one.
 new_names = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="needs transformers 5")
 
 

@@ -30,23 +30,63 @@ def test_no_safetensors(copy):
     assert_nothing_loaded(path, FileNotFoundError, message)
 
 
+UP = f"{LAYER}.mlp.up_proj"
+PLAIN = r"plain/model\.safetensors: tensor"
+DTYPES = {"I8": torch.int8, "U8": torch.uint8, "I32": torch.int32, "BOOL": torch.bool}
+DTYPES |= {"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2}
+CUTS = [lambda t: t[:-1], lambda t: t[:, 1:], lambda t: t.T, lambda t: t.flatten()]
+
+
+def lacking(tensor, checkpoint="plain"):
+    return checkpoint, lambda t: t.pop(tensor), f"lacks '{tensor}'"
+
+
+def changed(tensor, change, message):
+    return "plain", lambda t: t.update({tensor: change(t[tensor]).contiguous()}), message
+
+
 @pytest.mark.parametrize(
-    ("checkpoint", "tensor"),
+    ("checkpoint", "edit", "message"),
     [
-        ("plain", f"{LAYER}.self_attn.k_proj.weight"),
-        ("plain", f"{LAYER}.mlp.up_proj.weight"),
-        ("plain", f"{LAYER}.self_attn.q_norm.weight"),
-        ("plain", "model.norm.weight"),
-        ("plain", "lm_head.weight"),
-        ("tied", "model.embed_tokens.weight"),
-        ("bias", f"{LAYER}.self_attn.o_proj.bias"),
-        ("qwen2", f"{LAYER}.self_attn.v_proj.bias"),
+        lacking(f"{LAYER}.self_attn.k_proj.weight"),
+        lacking(f"{UP}.weight"),
+        lacking(f"{LAYER}.self_attn.q_norm.weight"),
+        lacking("model.norm.weight"),
+        lacking("lm_head.weight"),
+        lacking("model.embed_tokens.weight", "tied"),
+        lacking(f"{LAYER}.self_attn.o_proj.bias", "bias"),
+        lacking(f"{LAYER}.self_attn.v_proj.bias", "qwen2"),
+        (
+            "plain",
+            lambda t: t.update({f"{LAYER}.self_attn.q_proj.bias": torch.ones(128)}),
+            rf"'{LAYER}.self_attn.q_proj.bias' in model\.safetensors",
+        ),
+        *(
+            changed(name, cut, rf"{PLAIN} '{name}' has shape \[\d+(, \d+)?\], the model needs")
+            for name in (f"{LAYER}.self_attn.q_proj.weight", "model.embed_tokens.weight", "lm_head.weight")
+            for cut in CUTS
+        ),
+        changed("model.norm.weight", lambda t: torch.ones(()), "'model.norm.weight' has shape"),
+        *(
+            changed(
+                f"{UP}.weight",
+                lambda t, dtype=dtype: (100 * t).to(dtype),
+                rf"{PLAIN} '{UP}.weight' has dtype {name}: quantized.*use the unquantized",
+            )
+            for name, dtype in DTYPES.items()
+        ),
+        # As GPTQ has them.
+        (
+            "plain",
+            lambda t: t.update({f"{UP}.qweight": t.pop(f"{UP}.weight").int()}),
+            rf"'{UP}.qweight' has dtype I32: quantized",
+        ),
     ],
 )
-def test_missing_tensor(copy, checkpoint, tensor):
+def test_tensors_that_are_wrong_or_not_there(copy, checkpoint, edit, message):
     path = copy(checkpoint)
-    edit_tensors(path, lambda t: t.pop(tensor))
-    assert_nothing_loaded(path, ValueError, f"lacks '{tensor}'")
+    edit_tensors(path, edit)
+    assert_nothing_loaded(path, ValueError, message)
 
 
 def test_missing_tensor_of_a_shard(copy):
@@ -56,40 +96,10 @@ def test_missing_tensor_of_a_shard(copy):
     assert_nothing_loaded(path, ValueError, f"lacks '{tensor}', which the index places in {name}")
 
 
-def test_extra_tensor(copy):
-    path = copy()
-    edit_tensors(path, lambda t: t.update({f"{LAYER}.self_attn.q_proj.bias": torch.ones(128)}))
-    assert_nothing_loaded(path, ValueError, rf"'{LAYER}.self_attn.q_proj.bias' in model\.safetensors")
-
-
 def test_layer_beyond_the_configurations(copy):
     path = copy()
     edit_json(path / "config.json", num_hidden_layers=1, layer_types=None)
     assert_nothing_loaded(path, ValueError, f"does not have: '{LAYER}")
-
-
-@pytest.mark.parametrize(
-    "tensor",
-    [
-        f"{LAYER}.self_attn.q_proj.weight",
-        f"{LAYER}.mlp.down_proj.weight",
-        "model.embed_tokens.weight",
-        "lm_head.weight",
-    ],
-)
-@pytest.mark.parametrize("cut", [lambda t: t[:-1], lambda t: t[:, 1:], lambda t: t.T, lambda t: t.flatten()])
-def test_wrongly_shaped_tensor(copy, tensor, cut):
-    path = copy()
-    edit_tensors(path, lambda t: t.update({tensor: cut(t[tensor]).contiguous()}))
-    found = list(load_file(path / "model.safetensors")[tensor].shape)
-    message = rf"plain/model\.safetensors: tensor '{tensor}' has shape \[{str(found)[1:-1]}\]"
-    assert_nothing_loaded(path, ValueError, message)
-
-
-def test_scalar_in_place_of_a_norm(copy):
-    path = copy()
-    edit_tensors(path, lambda t: t.update({"model.norm.weight": torch.ones(())}))
-    assert_nothing_loaded(path, ValueError, "'model.norm.weight' has shape")
 
 
 def test_an_empty_file_of_weights_is_named(copy):
@@ -121,31 +131,6 @@ def test_directory_in_place_of_a_file(copy):
     (path / "model.safetensors").unlink()
     (path / "model.safetensors").mkdir()
     assert_nothing_loaded(path, ValueError, r"plain/model\.safetensors: cannot be read: Is a directory")
-
-
-@pytest.mark.parametrize(
-    ("dtype", "name"),
-    [
-        (torch.int8, "I8"),
-        (torch.uint8, "U8"),
-        (torch.int32, "I32"),
-        (torch.bool, "BOOL"),
-        (torch.float8_e4m3fn, "F8_E4M3"),
-        (torch.float8_e5m2, "F8_E5M2"),
-    ],
-)
-def test_quantized_weights(copy, dtype, name):
-    path, tensor = copy(), f"{LAYER}.mlp.up_proj.weight"
-    edit_tensors(path, lambda t: t.update({tensor: (100 * t[tensor]).to(dtype)}))
-    message = rf"plain/model\.safetensors: tensor '{tensor}' has dtype {name}: quantized.*use the unquantized"
-    assert_nothing_loaded(path, ValueError, message)
-
-
-def test_quantized_weights_of_other_names(copy):
-    """As GPTQ has them."""
-    path, tensor = copy(), f"{LAYER}.mlp.up_proj"
-    edit_tensors(path, lambda t: t.update({f"{tensor}.qweight": t.pop(f"{tensor}.weight").int()}))
-    assert_nothing_loaded(path, ValueError, rf"'{tensor}.qweight' has dtype I32: quantized")
 
 
 def test_quantized_shard_among_others(copy):

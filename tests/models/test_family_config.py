@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from families import FAMILIES
 from transformers import CONFIG_MAPPING
 
 from nanovllm.bench.floor import ModelSize
@@ -17,24 +18,9 @@ from nanovllm.models import registry
 from nanovllm.models.hf_config import windows_of_layers
 from nanovllm.models.loader import num_checkpoint_params
 from nanovllm.models.make_model import make_model
-from nanovllm.models.presets import PRESET_NAMES, preset_config
+from nanovllm.models.presets import _PRESETS, PRESET_NAMES, preset_config
 from nanovllm.models.registry import model_class
 
-ARCHITECTURES = {
-    "gemma4_text": "Gemma4ForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "granite": "GraniteForCausalLM",
-    "llama": "LlamaForCausalLM",
-    "ministral3": "Ministral3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "olmo2": "Olmo2ForCausalLM",
-    "olmo3": "Olmo3ForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "smollm3": "SmolLM3ForCausalLM",
-}
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "original_max_position_embeddings": 64}
 LONGROPE = {"rope_type": "longrope", "factor": 4.0, "original_max_position_embeddings": 64}
 LONGROPE |= {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
@@ -48,7 +34,7 @@ def family_dir(model_dir):
     """family_dir(family, **changes) -> a directory with such a config.json."""
 
     def make(family, **changes):
-        return model_dir(model_type=family, architectures=[ARCHITECTURES[family]], pad_token_id=None, **changes)
+        return model_dir(model_type=family, architectures=[FAMILIES[family].architecture], pad_token_id=None, **changes)
 
     return make
 
@@ -91,6 +77,11 @@ def family_dir(model_dir):
         ("olmo2", {"clip_qkv": 8.0}, "clip_qkv=8.0: is not supported for olmo2"),
         ("olmo3", {"use_sliding_window": False, **WINDOW}, "use_sliding_window=False: is not supported for olmo3"),
         ("olmo3", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types="),
+        ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0"),
+        ("gemma3_text", {"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0"),
+        ("gemma3_text", {"use_bidirectional_attention": True}, "is_causal=False|use_bidirectional_attention=True"),
+        ("gemma3_text", {"hidden_activation": "gelu"}, "hidden_activation='gelu'"),
+        ("gemma3_text", {"use_sliding_window": False}, "use_sliding_window=False"),
         ("gemma4_text", {}, "hidden_size_per_layer_input=256: is not supported for gemma4_text"),
         (
             "gemma4_text",
@@ -172,6 +163,15 @@ def test_which_layers_have_a_window(fields, windows):
     assert windows_of_layers(config) == windows
 
 
+def test_kinds_of_layers_that_contradict_the_rest_are_refused():
+    fields = {"num_hidden_layers": 3, "sliding_window": 8}
+    with pytest.raises(ValueError, match="layer_types"):
+        windows_of_layers(SimpleNamespace(layer_types=["full_attention"], **fields))
+    fields |= {"layer_types": ["sliding_attention"] * 3, "use_sliding_window": False}
+    with pytest.raises(ValueError, match="use_sliding_window=False: contradicts layer_types"):
+        windows_of_layers(SimpleNamespace(**fields))
+
+
 # Billions of parameters, from the model cards. Those of Qwen3.5 count a vision tower too, which is not here.
 PUBLISHED = {
     "Qwen3-0.6B": 0.6,
@@ -221,18 +221,12 @@ PUBLISHED = {
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
 }
-# Those of families that are not in all releases of transformers that we support.
-NEWER = {"SmolLM3-3B": "smollm3", "Olmo-3-1025-7B": "olmo3", "Olmo-3-1125-32B": "olmo3"}
-NEWER |= {"gemma-4-12B": "gemma4_unified_text", "gemma-4-26B-A4B": "gemma4_text", "gemma-4-31B": "gemma4_text"}
-NEWER |= {name: "gpt_oss" for name in PUBLISHED if "gpt-oss" in name}
-NEWER |= {name: "ministral3" for name in PUBLISHED if "Ministral-3" in name}
-NEWER |= {name: "qwen3_5_moe_text" if "A3B" in name else "qwen3_5_text" for name in PUBLISHED if "Qwen3." in name}
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_shape_has_its_parameters(name):
-    family = NEWER.get(name)
-    if family is not None and family not in CONFIG_MAPPING:
+    family = _PRESETS[name][1]["model_type"]
+    if family not in CONFIG_MAPPING:
         with pytest.raises(ValueError, match=rf"{name}: transformers .* does not know {family}: upgrade it"):
             preset_config(name)
         return

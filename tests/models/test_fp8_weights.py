@@ -7,14 +7,13 @@ import pytest
 import torch
 from checkpoints import edit_json, edit_tensors, make_checkpoint, make_llm, random_prompt
 from configs import dummy
+from families import fields_of
 from fp8_checkpoints import (
     BLOCK_SIZES,
     BLOCKS,
     CHANNELS,
     TOLERANCE,
-    assert_scores_like_the_reference,
     make_fp8_checkpoint,
-    many_scores,
     quantize_checkpoint,
     recorded_inputs,
     reference_logprobs,
@@ -23,22 +22,58 @@ from fp8_checkpoints import (
 )
 from gpus import pretend_gpu
 from products import dequantized
+from thread_ranks import make_llm_of_ranks
 
 from nanovllm import SamplingParams
 from nanovllm.config import FP8_CAPABILITY, Config
+from nanovllm.layers.formats.fp8 import Fp8
 
 PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
 
 
-@pytest.fixture(scope="module", params=["while loading", "channels", "blocks"])
-def case(request, tmp_path_factory):
-    """(checkpoint, whether it is in blocks, the same one unquantized, options of the engine)."""
-    in_blocks = request.param == "blocks"
-    plain = make_checkpoint(tmp_path_factory.mktemp("plain"), **BLOCK_SIZES if in_blocks else {})
-    if request.param == "while loading":
-        return plain, False, plain, {"quantization": "fp8"}
-    path = make_fp8_checkpoint(tmp_path_factory.mktemp("quantized"), in_blocks)
-    return path, in_blocks, plain, {}
+def in_blocks(family="qwen3", **fields):
+    """A row of STORED: the fields of a checkpoint whose layers are whole blocks of 128 x 128."""
+    return family, BLOCK_SIZES | fields, True
+
+
+HYBRID = fields_of("qwen3_next") | {"hidden_size": 128, "head_dim": 128}
+HYBRID |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "intermediate_size": 128}
+HYBRID |= {"moe_intermediate_size": 128, "shared_expert_intermediate_size": 128}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 256, "mlp_only_layers": [0]}
+FACTORS = {"residual_multiplier": 0.22, "logits_scaling": 3.0, "embedding_multiplier": 8.0, "attention_bias": True}
+# As published, the gates of linear attention, of experts and of the shared expert are not quantized.
+UNQUANTIZED = ["lm_head", "model.visual", "mtp.fc", "model.layers.1.input_layernorm", "model.layers.1.mlp.gate"]
+UNQUANTIZED += [f"model.layers.0.linear_attn.{gate}" for gate in ("in_proj_a", "in_proj_b", "in_proj_ba", "conv1d")]
+UNQUANTIZED += ["model.layers.1.mlp.shared_expert_gate"]
+# Family, fields, whether in blocks; test_families.py has all families whose weights are rounded while they are loaded.
+STORED = {
+    "channels": ("qwen3", {}, False),
+    "blocks": in_blocks(),
+    # Their scales have the factors, since e4m3 numbers cannot. The bias has it as ever.
+    "factors of channels": ("granite", FACTORS, False),
+    "factors of blocks": in_blocks("granite", **FACTORS),
+    "blocks of experts": in_blocks("qwen3_moe", **EXPERTS),
+    "blocks of a hybrid": ("qwen3_next", HYBRID, True),
+}
+
+
+@pytest.mark.parametrize(("family", "fields", "is_blocked"), STORED.values(), ids=STORED)
+def test_weights_and_inputs_are_rounded_and_nothing_else(family, fields, is_blocked, tmp_path):
+    """In a prefill and in decode steps; the reference computes all tokens at once."""
+    plain, path = (make_checkpoint(tmp_path / name, family, **fields) for name in ("plain", "quantized"))
+    quantize_checkpoint(path, is_blocked)
+    if is_blocked and family != "granite":
+        settings = BLOCKS | {"modules_to_not_convert": UNQUANTIZED}
+        edit_json(path / "config.json", quantization_config=settings)
+    # With log-probabilities of the prompt, or the last layer skips most of its tokens.
+    params = SamplingParams(0, 12, ignore_eos=True, logprobs=1, prompt_logprobs=0)
+    with make_llm(path) as llm, recorded_inputs() as inputs:
+        (output,) = llm.generate([PROMPT], params, use_tqdm=False)
+    tokens = output["token_ids"]
+    steps = zip(PROMPT[1:] + tokens, output["prompt_logprobs"][1:] + output["logprobs"], strict=True)
+    found = torch.tensor([of_step[token] for token, of_step in steps])
+    expected = reference_logprobs(plain, PROMPT[:1], PROMPT[1:] + tokens, inputs, is_blocked)
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
 def score(path, **options):
@@ -46,55 +81,49 @@ def score(path, **options):
         return scored(llm, PROMPT, COMPLETION)
 
 
-def test_weights_and_inputs_are_rounded_and_nothing_else(case):
-    path, in_blocks, plain, options = case
-    assert_scores_like_the_reference(path, plain, PROMPT, COMPLETION, in_blocks, **options)
-
-
-def test_decode_steps_compute_what_prefills_do(case):
-    path, in_blocks, plain, options = case
-    params = {"temperature": 0, "max_tokens": 12, "ignore_eos": True, "logprobs": 1}
-    params["prompt_logprobs"] = 1  # Otherwise the last layer skips most of a prompt's tokens.
-    with make_llm(path, **options) as llm, recorded_inputs() as inputs:
-        (output,) = llm.generate([PROMPT], SamplingParams(**params), use_tqdm=False)
-    tokens = output["token_ids"]
-    decoded = [logprobs[token] for token, logprobs in zip(tokens, output["logprobs"], strict=True)]
-    # The reference computes all tokens at once.
-    expected = reference_logprobs(plain, PROMPT, tokens, inputs, in_blocks)
-    torch.testing.assert_close(torch.tensor(decoded), expected, atol=TOLERANCE, rtol=0)
-
-
 def test_a_checkpoint_in_fp8_takes_the_option_too(tmp_path):
     path = make_fp8_checkpoint(tmp_path, in_blocks=False)
     assert torch.equal(score(path, quantization="fp8"), score(path))
 
 
-def test_weights_of_two_ranks_are_rounded_no_worse(tmp_path):
-    path = make_checkpoint(tmp_path)
-    results = []
-    for options in ({}, {"quantization": "fp8"}, {"quantization": "fp8", "tensor_parallel_size": 2}):
-        with make_llm(path, **options) as llm:
-            results.append(many_scores(llm))
-    errors = [(result - results[0]).norm() for result in results[1:]]
-    # Each rank has scales for its own columns, so the ranks round in other places, but no more.
-    assert 0.75 * errors[0] < errors[1] < 1.25 * errors[0]
-
-
-def test_two_ranks_with_whole_blocks(tmp_path):
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "head_dim": 128}
-    path = make_fp8_checkpoint(tmp_path, in_blocks=True, **sizes)
+@pytest.mark.parametrize("family", ["qwen3", "phi3"])  # In Phi-3's checkpoints q, k and v are one tensor.
+def test_two_ranks_with_whole_blocks(family, tmp_path):
+    sizes = {"hidden_size": 512 if family == "phi3" else 128, "intermediate_size": 256, "head_dim": 128}
+    path = make_fp8_checkpoint(tmp_path, in_blocks=True, family=family, **sizes)
     found = []
     for num_ranks in (1, 2):
-        with make_llm(path, tensor_parallel_size=num_ranks) as llm:
+        with make_llm_of_ranks(path, num_ranks) as llm:
             found.append(short_scores(llm))
     assert (found[1] - found[0]).abs().amax(1).median() < TOLERANCE
 
 
-def test_blocks_that_ranks_would_cut_are_refused(tmp_path):
-    path = make_fp8_checkpoint(tmp_path, in_blocks=True, intermediate_size=512)
-    message = r"tensor_parallel_size=2: .* blocks of 128 x 128 .* of 128 .* num_key_value_heads \* head_dim .* 64"
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("qwen3", {"intermediate_size": 512}, r"num_key_value_heads \* head_dim .* 64"),
+        ("qwen3_moe", EXPERTS | {"head_dim": 128, "moe_intermediate_size": 128}, "moe_intermediate_size would be 64"),
+    ],
+)
+def test_blocks_that_ranks_would_cut_are_refused(family, fields, message, tmp_path):
+    fields = BLOCK_SIZES | {"intermediate_size": 256} | fields
+    path = make_fp8_checkpoint(tmp_path, in_blocks=True, family=family, **fields)
+    with pytest.raises(ValueError, match=f"tensor_parallel_size=2: .*multiples of 128 on each rank, .*{message}"):
         make_llm(path, tensor_parallel_size=2)
+
+
+def test_experts_are_quantized_one_by_one(tmp_path, monkeypatch):
+    """A second copy of all experts would not fit beside the first."""
+    path = make_checkpoint(tmp_path, family="qwen3_moe", **EXPERTS)
+    sizes = []
+    quantize = Fp8._quantized
+    monkeypatch.setattr(Fp8, "_quantized", lambda format, x: sizes.append(x.dim()) or quantize(format, x))
+    for load_format in ("auto", "dummy"):
+        with make_llm(path, quantization="fp8", load_format=load_format) as llm:
+            experts = llm.model_runner.model.model.layers[1].mlp.experts
+            for weight in (experts.gate_up_proj.matrix, experts.down_proj.matrix):
+                assert weight.values.dtype == torch.float8_e4m3fn
+                assert (dequantized(weight).std((1, 2)) > 0.01).all()
+    assert set(sizes) == {2}
 
 
 @pytest.mark.parametrize("model", ["Qwen3-8B", "Qwen3-0.6B"])
@@ -129,58 +158,57 @@ def with_group(**changes):
 WEIGHTS = CHANNELS["config_groups"]["group_0"]["weights"]
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        edited(BLOCKS, weight_block_size=[64, 64]),
-        edited(BLOCKS, weight_block_size=None),
-        edited(BLOCKS, activation_scheme="static"),
-        edited(BLOCKS, fmt="e5m2"),
-        with_group(weights=WEIGHTS | {"num_bits": 4}),
-        with_group(weights=WEIGHTS | {"strategy": "tensor_group"}),
-        with_group(input_activations=None),
-        with_group(output_activations=CHANNELS["config_groups"]["group_0"]["input_activations"]),
-        edited(CHANNELS, config_groups={}),
-    ],
-)
-def test_other_settings_are_refused(tmp_path, settings):
-    path = make_checkpoint(tmp_path)
-    edit_json(path / "config.json", quantization_config=settings)
-    with pytest.raises(ValueError, match=r"config\.json: quantization_config .*not supported.*FP8_DYNAMIC"):
-        make_llm(path)
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "fp8",
-        edited(BLOCKS, weight_block_size=128),
-        edited(BLOCKS, modules_to_not_convert=5),
-        edited(CHANNELS, ignore="lm_head"),
-        edited(CHANNELS, config_groups={"group_0": None}),
-        with_group(weights="fp8"),
-    ],
-)
-def test_settings_of_another_type_are_refused(tmp_path, settings):
-    path = make_checkpoint(tmp_path)
-    edit_json(path / "config.json", quantization_config=settings)
-    with pytest.raises(
-        ValueError, match=r"config\.json: quantization_config: cannot be used: .*unquantized checkpoint"
-    ):
-        make_llm(path)
-
-
-def test_rotated_weights_are_refused(tmp_path):
-    path = make_checkpoint(tmp_path)
-    transforms = {"config_groups": {"u": {"type": "hadamard", "apply": []}}}
-    edit_json(path / "config.json", quantization_config=edited(CHANNELS, transform_config=transforms))
-    with pytest.raises(ValueError, match=r"config\.json: quantization_config: transform_config is not supported"):
-        make_llm(path)
-    edit_json(path / "config.json", quantization_config=edited(CHANNELS, transform_config={}))  # as many have it
-    assert Config(str(path), device="cpu", skip_tokenizer_init=True).weight_format
-
-
+NOT_SUPPORTED = r".*not supported.*FP8_DYNAMIC"
+NOT_USABLE = ": cannot be used: .*unquantized checkpoint"
 KV_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+TRANSFORMS = {"config_groups": {"u": {"type": "hadamard", "apply": []}}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (edited(BLOCKS, weight_block_size=[64, 64]), NOT_SUPPORTED),
+        (edited(BLOCKS, weight_block_size=None), NOT_SUPPORTED),
+        (edited(BLOCKS, activation_scheme="static"), NOT_SUPPORTED),
+        (edited(BLOCKS, fmt="e5m2"), NOT_SUPPORTED),
+        (with_group(weights=WEIGHTS | {"num_bits": 4}), NOT_SUPPORTED),
+        (with_group(weights=WEIGHTS | {"strategy": "tensor_group"}), NOT_SUPPORTED),
+        (with_group(input_activations=None), NOT_SUPPORTED),
+        (with_group(output_activations=CHANNELS["config_groups"]["group_0"]["input_activations"]), NOT_SUPPORTED),
+        (edited(CHANNELS, config_groups={}), NOT_SUPPORTED),
+        ("fp8", NOT_USABLE),
+        (edited(BLOCKS, weight_block_size=128), NOT_USABLE),
+        (edited(BLOCKS, modules_to_not_convert=5), NOT_USABLE),
+        (edited(CHANNELS, ignore="lm_head"), NOT_USABLE),
+        (edited(CHANNELS, config_groups={"group_0": None}), NOT_USABLE),
+        (with_group(weights="fp8"), NOT_USABLE),
+        (edited(CHANNELS, transform_config=TRANSFORMS), ": transform_config is not supported"),
+        (
+            CHANNELS | {"config_groups": {}, "kv_cache_scheme": KV_SCHEME | {"type": "int"}},
+            ": kv_cache_scheme=.* type 'float'",
+        ),
+        (edited(CHANNELS, ignore=["re:.*gate_proj$"]), ".*ignore names 're:"),
+        (edited(CHANNELS, ignore=["lm_head", "model.layers.1.mlp.down_proj"]), ".*ignore names 'model.layers.1.mlp"),
+        (edited(BLOCKS, modules_to_not_convert=["self_attn"]), ".*modules_to_not_convert names 'self_attn'"),
+    ],
+)
+def test_settings_that_are_refused(model_dir, settings, message):
+    with pytest.raises(ValueError, match=rf"config\.json: quantization_config{message}"):
+        Config(model_dir(quantization_config=settings, **BLOCK_SIZES), device="cpu")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        edited(CHANNELS, transform_config={}),  # as many have it
+        edited(BLOCKS, modules_to_not_convert=["lm_head", "model.layers.0.input_layernorm"]),
+        edited(CHANNELS, ignore=["lm_head", "re:.*mlp.gate$"]),
+        edited(CHANNELS, ignore=["re:lm_head", "re:.*lm_head.*", "re:^model.norm$"]),
+        edited(CHANNELS, ignore=["vision_tower.layers.0.mlp.fc1", "re:.*vision_tower.*", "multi_modal_projector"]),
+    ],
+)
+def test_settings_that_are_read(model_dir, settings):
+    assert Config(model_dir(quantization_config=settings, **BLOCK_SIZES), device="cpu").weight_format
 
 
 @pytest.mark.parametrize("quantizes_weights", [False, True])
@@ -204,43 +232,10 @@ def test_a_checkpoint_for_an_fp8_cache(tmp_path, caplog, quantizes_weights):
         assert 0 < (scored(llm, PROMPT, COMPLETION) - plain).abs().mean() < 0.3
 
 
-def test_a_cache_of_integers_is_refused(tmp_path):
-    path = make_checkpoint(tmp_path)
-    settings = CHANNELS | {"config_groups": {}, "kv_cache_scheme": KV_SCHEME | {"type": "int"}}
-    edit_json(path / "config.json", quantization_config=settings)
-    with pytest.raises(ValueError, match=r"config\.json: quantization_config: kv_cache_scheme=.* type 'float'"):
-        make_llm(path)
-
-
 @pytest.mark.parametrize("value", ["int3", "awq", 8, True])
 def test_other_quantizations_are_refused(value):
     with pytest.raises(ValueError, match=f"quantization={value!r}: must be None or one of fp8"):
         dummy(quantization=value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "names"),
-    [
-        (edited(BLOCKS, modules_to_not_convert=["lm_head", "model.layers.0.input_layernorm"]), None),
-        (edited(CHANNELS, ignore=["lm_head", "re:.*mlp.gate$"]), None),
-        (edited(CHANNELS, ignore=["re:lm_head", "re:.*lm_head.*", "re:^model.norm$"]), None),
-        (
-            edited(CHANNELS, ignore=["vision_tower.layers.0.mlp.fc1", "re:.*vision_tower.*", "multi_modal_projector"]),
-            None,
-        ),
-        (edited(CHANNELS, ignore=["re:.*gate_proj$"]), "ignore names 're:"),
-        (edited(CHANNELS, ignore=["lm_head", "model.layers.1.mlp.down_proj"]), "ignore names 'model.layers.1.mlp.down"),
-        (edited(BLOCKS, modules_to_not_convert=["self_attn"]), "modules_to_not_convert names 'self_attn'"),
-    ],
-)
-def test_layers_that_are_left_out(tmp_path, settings, names):
-    path = make_checkpoint(tmp_path, **BLOCK_SIZES)
-    edit_json(path / "config.json", quantization_config=settings)
-    if names is None:
-        assert Config(str(path), device="cpu", skip_tokenizer_init=True).weight_format
-        return
-    with pytest.raises(ValueError, match=names):
-        make_llm(path)
 
 
 def test_a_checkpoint_without_its_scales(tmp_path):

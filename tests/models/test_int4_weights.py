@@ -3,8 +3,8 @@
 import pytest
 import torch
 from checkpoints import (
+    Reference,
     complete,
-    edit_json,
     edit_tensors,
     greedy,
     make_checkpoint,
@@ -12,8 +12,11 @@ from checkpoints import (
     needs_family,
     random_prompt,
 )
+from families import fields_of
 from fp8_checkpoints import scored
-from int4_checkpoints import KINDS, dequantized, quantize_checkpoint, settings
+from int4_checkpoints import KINDS, quantize_checkpoint, settings
+from safetensors.torch import load_file
+from thread_ranks import make_llm_of_ranks
 from transformers import AutoModelForCausalLM
 
 from nanovllm.config import Config
@@ -21,18 +24,6 @@ from nanovllm.layers.formats.int4 import Int4, round_groups
 
 PROMPT, COMPLETION = random_prompt(40, 1), random_prompt(60, 2)
 SIZES = {"hidden_size": 128, "intermediate_size": 192}
-FAMILIES = {
-    "phi3": {},  # One tensor of q, k and v, another one of gate and up.
-    "granite": {"residual_multiplier": 0.5, "logits_scaling": 2.0, "embedding_multiplier": 3.0},  # Scales have factors.
-    "qwen3_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 64,
-        "mlp_only_layers": [0],
-        "head_dim": 32,
-    },
-    "qwen3_5_text": {},  # Rows of heads are taken one by one.
-}
 
 
 def score(path, **options):
@@ -40,34 +31,26 @@ def score(path, **options):
         return scored(llm, PROMPT, COMPLETION)
 
 
-@torch.inference_mode()
-def reference(path):
-    """By transformers, of a checkpoint in floats."""
-    model = AutoModelForCausalLM.from_pretrained(path).float().eval()
-    logits = model(torch.tensor([PROMPT + COMPLETION])).logits[0, len(PROMPT) - 1 : -1]
-    return logits.log_softmax(-1).gather(1, torch.tensor(COMPLETION)[:, None]).flatten()
+# What is special of a family's weights: fused tensors, factors, experts, rows of heads that are taken one by one.
+STORED = [(kind, "qwen3", 32) for kind in KINDS] + [
+    ("compressed with zeros", "qwen3", None),
+    ("awq", "phi3", 32),
+    *(("compressed with zeros", family, 32) for family in ("granite", "qwen3_moe", "qwen3_next")),
+]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_logits_are_those_of_the_dequantized_weights(kind, tmp_path):
-    group = None if kind == "compressed with zeros" else 32
-    path = make_checkpoint(tmp_path / "model", **SIZES)
+@pytest.mark.parametrize(
+    ("kind", "family", "group"), [pytest.param(*row, marks=needs_family(row[1]), id=str(row)) for row in STORED]
+)
+def test_logits_are_those_of_the_dequantized_weights(kind, family, group, tmp_path):
+    """On one rank, and on two."""
+    path = make_checkpoint(tmp_path / "model", family=family, **fields_of(family))
     floats = quantize_checkpoint(path, kind, group)
-    torch.testing.assert_close(score(path), reference(floats), atol=1e-4, rtol=0)
-
-
-@pytest.mark.parametrize("family", [pytest.param(name, marks=needs_family(name)) for name in FAMILIES])
-def test_families(family, tmp_path):
-    path = make_checkpoint(tmp_path / "model", family=family, **SIZES | FAMILIES[family])
-    floats = quantize_checkpoint(path, "awq" if family == "phi3" else "compressed with zeros", 32)
-    torch.testing.assert_close(score(path), reference(floats), atol=2e-4, rtol=0)
-
-
-@pytest.mark.parametrize(("kind", "group"), [("compressed with zeros", None), ("awq", 32), ("gptq", 32)])
-def test_two_ranks(kind, group, tmp_path):
-    path = make_checkpoint(tmp_path / "model", **SIZES)
-    quantize_checkpoint(path, kind, group)
-    torch.testing.assert_close(score(path, tensor_parallel_size=2), score(path), atol=1e-4, rtol=0)
+    reference = Reference(floats)
+    for num_ranks in (1, 2):
+        with make_llm_of_ranks(path, num_ranks) as llm:
+            difference = scored(llm, PROMPT, COMPLETION) - reference.logprobs(PROMPT, COMPLETION)
+        assert difference.abs().max() <= 2 * reference.rounding(PROMPT, COMPLETION)
 
 
 def test_groups_that_ranks_would_cut_are_refused(tmp_path):
@@ -80,41 +63,35 @@ def test_groups_that_ranks_would_cut_are_refused(tmp_path):
         make_llm(path, tensor_parallel_size=2)
 
 
-@pytest.mark.parametrize("kind", ["awq", "compressed"])
-def test_updates_take_the_tensors_of_a_checkpoint(kind, tmp_path):
-    from safetensors.torch import load_file
-
+@pytest.mark.parametrize("kind", ["awq", "compressed", None], ids=str)
+def test_sleep_and_updates(kind, tmp_path):
+    """Of a checkpoint in int4, by the tensors of another one; of weights rounded while they are loaded, by floats."""
     paths = [make_checkpoint(tmp_path / str(seed), seed=seed, **SIZES) for seed in range(2)]
-    for path in paths:
+    for path in paths if kind else ():
         quantize_checkpoint(path, kind, 32)
-    with make_llm(paths[0]) as llm:
+    with make_llm(paths[0], quantization="int4") as llm:
+        llm.sleep(1)
+        llm.wake_up()
         llm.update_weights(load_file(paths[1] / "model.safetensors").items())
         found = scored(llm, PROMPT, COMPLETION)
-    assert torch.equal(found, score(paths[1]))
+    assert torch.equal(found, score(paths[1], quantization="int4"))
 
 
-def test_weights_are_rounded_while_they_are_loaded(tmp_path):
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_groups_of_weights_that_are_rounded_while_they_are_loaded(tmp_path, load_format):
+    """test_families.py has what they compute."""
     path = make_checkpoint(tmp_path / "model", **SIZES)
-    with make_llm(path, quantization="int4") as llm:
-        found = scored(llm, PROMPT, COMPLETION)
+    with make_llm(path, quantization="int4", load_format=load_format) as llm:
         layer = llm.model_runner.model.model.layers[0]
         for linear, group in ((layer.self_attn.qkv_proj, 128), (layer.mlp.down_proj, 64)):
             N, K = linear.matrix.shape
             assert linear.weight.shape == (N, K // 2)
             assert linear.weight_scale.shape == (N, K // group)
         assert llm.model_runner.model.lm_head.weight.dtype == torch.float32
-    plain = score(path)
-
-    def round_weights(tensors):
-        for name, tensor in tensors.items():
-            if name.endswith("proj.weight"):
-                weight = Int4().quantize(tensor, torch.float32)
-                tensors[name] = weight.format.dequantized(weight)
-
-    edit_tensors(path, round_weights)
-    expected = score(path)
-    torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
-    assert (expected - plain).norm() > 0.1
+        if load_format == "dummy":
+            weight = layer.self_attn.o_proj.matrix
+            assert abs(weight.format.dequantized(weight).std() - 0.02) < 0.002
+            assert len(complete(llm, [PROMPT], greedy(4))[0]) == 4
 
 
 def test_rounding_moves_no_number_by_more_than_a_step():
@@ -130,29 +107,6 @@ def test_rounding_moves_no_number_by_more_than_a_step():
         # Of the two ends of the range only one has a number for it.
         assert ((rounded.float() - weight).abs() <= 1.001 * step + 1e-6).all()
         assert not rounded[1].any()
-
-
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-def test_random_weights_and_two_ranks(family, tmp_path):
-    path = make_checkpoint(tmp_path / "model", family=family, **SIZES | FAMILIES.get(family, {}))
-    plain = score(path)
-    errors = [(score(path, quantization="int4", tensor_parallel_size=size) - plain).norm() for size in (1, 2)]
-    assert 0.5 * errors[0] < errors[1] < 1.5 * errors[0]
-    with make_llm(path, quantization="int4", load_format="dummy") as llm:
-        weight = llm.model_runner.model.model.layers[1].self_attn.o_proj.matrix
-        assert abs(weight.format.dequantized(weight).std() - 0.02) < 0.002
-        assert len(complete(llm, [PROMPT], greedy(4))[0]) == 4
-
-
-def test_sleep_and_updates_of_rounded_weights(tmp_path):
-    paths = [make_checkpoint(tmp_path / str(seed), seed=seed, tie_word_embeddings=True, **SIZES) for seed in range(2)]
-    tensors = AutoModelForCausalLM.from_pretrained(paths[1]).state_dict()
-    with make_llm(paths[0], quantization="int4") as llm:
-        llm.sleep(1)
-        llm.wake_up()
-        llm.update_weights(tensors.items())
-        found = scored(llm, PROMPT, COMPLETION)
-    assert torch.equal(found, score(paths[1], quantization="int4"))
 
 
 def with_weights(**changes):
@@ -178,11 +132,9 @@ def with_weights(**changes):
         (settings("awq", 32) | {"modules_to_not_convert": ["mlp"]}, "modules_to_not_convert names 'mlp'"),
     ],
 )
-def test_settings_that_are_refused(tmp_path, wrong, message):
-    path = make_checkpoint(tmp_path, **SIZES)
-    edit_json(path / "config.json", quantization_config=wrong)
+def test_settings_that_are_refused(model_dir, wrong, message):
     with pytest.raises(ValueError, match=rf"config\.json: quantization_config.*{message}"):
-        Config(str(path), device="cpu", skip_tokenizer_init=True)
+        Config(model_dir(quantization_config=wrong, **SIZES), device="cpu", skip_tokenizer_init=True)
 
 
 @pytest.mark.parametrize(
@@ -193,10 +145,9 @@ def test_settings_that_are_refused(tmp_path, wrong, message):
         with_weights(actorder="static"),
     ],
 )
-def test_settings_that_are_read(tmp_path, changes):
-    path = make_checkpoint(tmp_path, **SIZES)
-    edit_json(path / "config.json", quantization_config=changes)
-    assert isinstance(Config(str(path), device="cpu", skip_tokenizer_init=True).weight_format, Int4)
+def test_settings_that_are_read(model_dir, changes):
+    path = model_dir(quantization_config=changes, **SIZES)
+    assert isinstance(Config(path, device="cpu", skip_tokenizer_init=True).weight_format, Int4)
 
 
 @pytest.mark.parametrize(
@@ -256,8 +207,3 @@ def test_memory_and_parameters_are_counted_as_they_are(tmp_path):
     layers = sum(tensor.numel() for name, tensor in tensors.items() if name.endswith("proj.weight"))
     # Four bits, and of 32 a scale in float32 and a zero of 8 bits.
     assert sizes[1] == sizes[0] - layers * 4 + layers * (4 + 40 / 32) / 8
-
-
-def test_reference_rounds_as_its_name_says():
-    weight = torch.randn(3, 64)
-    assert (dequantized(weight, 32, True) - weight).abs().max() < 0.5

@@ -20,6 +20,7 @@ from checkpoints import (
     random_prompt,
 )
 from safetensors.torch import load_file, save_file
+from thread_ranks import make_llm_of_ranks
 
 from nanovllm.models.loader import load_model
 
@@ -190,7 +191,6 @@ def test_tied_checkpoint_may_hold_its_head_twice(copy):
         assert complete(llm, [[1, 2, 3]], greedy(8)) == expected
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_tied_checkpoint_with_another_head_runs_with_that_head(copy, caplog, num_ranks):
     """Also if only the last row differs, as of a token that was added later."""
@@ -203,7 +203,7 @@ def test_a_tied_checkpoint_with_another_head_runs_with_that_head(copy, caplog, n
     expected = reference.greedy(prompts, 10)
     assert any(VOCAB_SIZE - 1 in tokens for tokens in expected)
     edit_json(path / "config.json", tie_word_embeddings=True)
-    with make_llm(path, tensor_parallel_size=num_ranks) as llm:
+    with make_llm_of_ranks(path, num_ranks) as llm:
         assert complete(llm, prompts, greedy(10)) == expected
     assert "lm_head.weight is another matrix" in caplog.text
 

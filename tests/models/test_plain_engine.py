@@ -1,59 +1,15 @@
-"""The plain Qwen3 in an engine: the twin of the whole fast decoder."""
+"""The plain Qwen3 in an engine: what `test_families.py` does not ask of it."""
 
 import pytest
 import torch
-from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import complete, greedy, make_checkpoint, make_llm, random_prompt
 
 from nanovllm import SamplingParams
-from nanovllm.models.plain import PlainQwen3
-from nanovllm.models.qwen3 import Qwen3Attention
-
-CHECKPOINTS = {
-    "usual": ({}, 1),
-    "tied, two ranks": ({"vocab_size": 307, "tie_word_embeddings": True}, 2),
-    "biases": ({"attention_bias": True}, 1),
-}
-CRAMPED = {"num_kvcache_blocks": 9, "max_num_batched_tokens": 24}  # chunks, and preemptions
 
 
-@pytest.fixture(scope="module", params=CHECKPOINTS)
-def case(request, tmp_path_factory):
-    """(checkpoint, its Reference, number of ranks)."""
-    fields, size = CHECKPOINTS[request.param]
-    path = make_checkpoint(tmp_path_factory.mktemp("plain"), **fields)
-    return path, Reference(path), size
-
-
-def test_its_tokens_are_those_of_transformers_and_of_the_fast_decoder(case):
-    path, reference, size = case
-    head = reference.draw_prompts((34,), 20)[0]
-    prompts = reference.draw_prompts((20, 45, 7), 20) + reference.draw_prompts((40, 50), 20, prefix=head)
-    drawn = [SamplingParams(0.9, 12, ignore_eos=True, seed=i, top_p=top_p) for i, top_p in enumerate((1.0, 0.7))]
-    found = []
-    for options in ({"plain": True, "tensor_parallel_size": size}, {"seed": 0}):
-        with make_llm(path, **CRAMPED, **options) as llm:
-            outputs = llm.generate(prompts, greedy(20), use_tqdm=False)
-            assert [output["token_ids"] for output in outputs] == reference.greedy(prompts, 20)
-            assert sum(output["num_cached_tokens"] for output in outputs) > 0
-            found.append(complete(llm, prompts[:2], drawn))
-            assert llm.scheduler.num_preemptions > 0
-            assert_idle(llm)
-    assert found[0] == found[1]
-
-
-def test_it_is_the_plain_model_that_runs(case):
-    path, _, _ = case
-    with make_llm(path, plain=True) as llm:
-        model = llm.model_runner.model
-        assert isinstance(model, PlainQwen3)
-        assert isinstance(model.model.layers[0].self_attn, Qwen3Attention)
-        assert not llm.config.overlap_steps
-
-
-def test_log_probabilities_and_scores(case):
-    path, _, _ = case
+def test_log_probabilities_and_scores(path):
     prompts, params = (
-        [random_prompt(n, seed=n, vocab_size=300) for n in (9, 30)],
+        [random_prompt(n, seed=n) for n in (9, 30)],
         greedy(6, logprobs=2, prompt_logprobs=1),
     )
     found = []
@@ -68,10 +24,9 @@ def test_log_probabilities_and_scores(case):
     assert found[0][1] == pytest.approx(found[1][1], rel=1e-4)
 
 
-def test_in_bfloat16_log_probabilities_differ_by_rounding(case):
+def test_in_bfloat16_log_probabilities_differ_by_rounding(path):
     """Each layer rounds its sums to 8 bits in another order. The bound is what that does to these few layers."""
-    path, _, _ = case
-    prompt = random_prompt(60, seed=1, vocab_size=300)
+    prompt = random_prompt(60, seed=1)
     params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0, ignore_eos=True)
     found = []
     for options in ({"dtype": "float32"}, {"dtype": "bfloat16"}, {"dtype": "bfloat16", "plain": True}):
@@ -86,8 +41,7 @@ def test_in_bfloat16_log_probabilities_differ_by_rounding(case):
     assert (fast - plain).square().mean().sqrt() < errors[0] + errors[1] + 2**-8
 
 
-def test_weights_can_be_updated_and_given_back(case):
-    path, reference, _ = case
+def test_weights_can_be_updated_and_given_back(path, reference):
     prompts = reference.draw_prompts((20,), 8)
     weights = {name: tensor.clone() for name, tensor in reference.model.state_dict().items()}
     with make_llm(path, plain=True) as llm:
@@ -109,9 +63,9 @@ def test_weights_can_be_updated_and_given_back(case):
         ({"mixed_step_rows": 8}, "mixed_step_rows=8: must be 0 or None with plain=True"),
     ],
 )
-def test_what_it_does_not_do_is_refused_by_name(tmp_path, options, message):
+def test_what_it_does_not_do_is_refused_by_name(path, options, message):
     with pytest.raises(ValueError, match=message):
-        make_llm(make_checkpoint(tmp_path), plain=True, **options)
+        make_llm(path, plain=True, **options)
 
 
 def test_other_families_are_refused(tmp_path):

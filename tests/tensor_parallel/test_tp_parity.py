@@ -1,9 +1,10 @@
-"""Several ranks give the tokens of one: float32 on the CPU, over gloo."""
+"""Several ranks give the tokens of one: float32 on the CPU, over gloo. The first are processes, the others threads."""
 
 import pytest
 import torch
 import torch.distributed as dist
 from checkpoints import Reference, assert_idle, complete, complete_by_steps, greedy, make_checkpoint, make_llm
+from thread_ranks import make_llm_of_ranks
 
 from nanovllm import SamplingParams
 
@@ -24,7 +25,9 @@ def case(request, tmp_path_factory):
     """(checkpoint, its Reference, engine with several ranks)."""
     fields, size = CONFIGS[request.param]
     path = make_checkpoint(tmp_path_factory.mktemp(request.param), **fields)
-    with make_llm(path, tensor_parallel_size=size, seed=5, **CRAMPED) as llm:
+    kind = {"tensor_parallel_size": size} if request.param == "tied-2" else {"num_ranks": size}
+    make = make_llm if request.param == "tied-2" else make_llm_of_ranks
+    with make(path, seed=5, **CRAMPED, **kind) as llm:
         yield path, Reference(path), llm
 
 
@@ -55,10 +58,9 @@ def test_seeded_draws_are_those_of_one_rank(case):
     assert [complete(llm, prompts, params) for _ in range(2)] == expected
 
 
+@pytest.mark.parametrize("case", ["tied-2"], indirect=True)
 def test_a_process_group_of_the_callers_is_left_alone(case, tmp_path):
     *_, llm = case
-    if llm.config.tensor_parallel_size > 2:
-        pytest.skip("once will do")
     assert not dist.is_initialized()
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
