@@ -123,12 +123,17 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: 64; of OpenAI's requests: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes all answers reproducible")
+    help = "tokens after which the end of a model's thinking is forced; 0 is no thinking"
+    sampling.add_argument("--thinking-token-budget", type=int, metavar="N", help=help)
+    sampling.add_argument("--thinking-end-text", metavar="TEXT", help="what is written before that end")
     sampling.add_argument("--stop", **several, metavar="TEXT", help="texts that end an answer")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of an answer")
     sampling.add_argument("--stop-token-ids", **several, type=int, metavar="N", help="tokens that end an answer")
     sampling.add_argument("--bad-words", **several, metavar="TEXT", help="texts that an answer must not have")
     help = "added to logits: '{\"1234\": -100}' (token id, number)"
     sampling.add_argument("--logit-bias", type=_json, metavar="JSON", help=help)
+    help = "objects of the JSON schema may have other keys than their properties, as in the standard"
+    sampling.add_argument("--additional-properties", action="store_true", default=None, help=help)
     form = sampling.add_mutually_exclusive_group()
     form.add_argument("--json-schema", type=_schema, metavar="JSON", help="the form of all answers; or a file of it")
     form.add_argument("--regex", metavar="TEXT", help="a regular expression that all answers match")
@@ -175,6 +180,10 @@ def _run_batch(options: argparse.Namespace) -> int:
     for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar")):
         if name in given:
             given["structured_outputs"] = {key: given.pop(name)}
+    if given.pop("additional_properties", None):
+        if "json" not in given.get("structured_outputs", {}):
+            options.parser.error("argument --additional-properties: needs --json-schema")
+        given["structured_outputs"]["additional_properties"] = True
     try:
         with sigterm_as_interrupt():  # Imports take seconds.
             from nanovllm.jobs import check_batch, run_batch

@@ -142,7 +142,10 @@ def test_reasoning_apart_from_the_content(path, is_open):
             whole = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
             parts = [*client.chat.completions.create(model=MODEL, messages=CHAT, **options, stream=True)]
             options["extra_body"] = {"structured_outputs": {"regex": "[a-z]{9}"}}
+            if is_open:
+                options["extra_body"] |= {"thinking_token_budget": 12, "thinking_end_text": " so"}
             plain = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
+            deltas = [*client.chat.completions.create(model=MODEL, messages=CHAT, **options | {"n": 1}, stream=True)]
             text = client.completions.create(model=MODEL, prompt="a block", max_tokens=3)
         running.end()
     for choice in whole.choices:
@@ -155,11 +158,13 @@ def test_reasoning_apart_from_the_content(path, is_open):
         assert "".join(delta.content for delta in deltas) == message.content
         assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         assert len([delta for delta in deltas if getattr(delta, "reasoning", None)]) > 5, "as it comes"
-    if is_open:  # Whatever comes is thought until the tag that ends it.
-        assert (plain.choices[0].message.content, len(plain.choices[0].message.reasoning)) == ("", 9)
+    message = plain.choices[0].message
+    assert re.fullmatch("[a-z]{9}", message.content)
+    assert "".join(part.choices[0].delta.content for part in deltas) == message.content
+    if is_open:  # The form begins where the budget ends the thinking.
+        assert message.reasoning.endswith(" so")
     else:
-        assert len(plain.choices[0].message.content) == 9
-        assert not hasattr(plain.choices[0].message, "reasoning")
+        assert not hasattr(message, "reasoning")
     assert text.choices[0].text
 
 

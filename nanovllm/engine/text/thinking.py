@@ -1,17 +1,17 @@
 """What requests with a form or a budget need to know of a model's thinking: its tags, and whether a prompt opens it."""
 
 from array import array
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from enum import Enum, auto
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from nanovllm.engine.features.logits.logit_edits import LogitEdits
-from nanovllm.engine.features.logits.thinking import Thinking, ThinkingTags
+from nanovllm.engine.features.logits.thinking import FormStart, Thinking, ThinkingTags
 from nanovllm.engine.text.detokenizer import Detokenizer
-from nanovllm.engine.text.reasoning import CLOSING, OPENING, opens_reasoning
+from nanovllm.engine.text.formats.all_formats import FORMATS, find_format
 from nanovllm.layers.sampling.token_masks import unpack_mask
-from nanovllm.sampling_params import FORMS, SamplingParams, StructuredOutputsParams
+from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import quoted
 
 if TYPE_CHECKING:
@@ -19,22 +19,16 @@ if TYPE_CHECKING:
 
 _TAIL_TOKENS = 16  # of a prompt: more than a tag and the space after it can have
 _MAX_HEADER = 32  # characters between the token that begins a turn and what is said in it, such as "assistant\n"
+_USUAL = FORMATS["think"]  # of a checkpoint whose format has no thinking: a prompt may end in its tag all the same
 
 
-def find_tags(tokenizer: "PreTrainedTokenizerBase") -> tuple[tuple[str, str], bool]:
-    """The tags between which a tokenizer's model thinks, and whether it does so by its chat template or vocabulary.
-    Otherwise only prompts can say so, by ending in the first one."""
-    template = getattr(tokenizer, "chat_template", None)
-    known = str(template) if template else " ".join(tokenizer.get_added_vocab())
-    return (OPENING, CLOSING), CLOSING in known
+class _Prompt(Enum):
+    """What a prompt says of the thinking, by its end."""
 
-
-@dataclass(frozen=True)
-class _Prompt:
-    """What a prompt says of the thinking: it has opened it, or is the beginning of an answer, which may open it."""
-
-    is_open: bool = False
-    may_open: bool = False
+    OPEN = auto()  # It goes on.
+    CLOSED = auto()  # The answer follows.
+    TURN = auto()  # The model's turn begins.
+    TEXT = auto()  # anything else
 
 
 class ThinkingReader:
@@ -42,10 +36,14 @@ class ThinkingReader:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", detokenizer: Detokenizer, vocab_size: int, margin: int):
         """vocab_size: the model's. margin: tokens that a step may give a sequence beside the first."""
-        self._tokenizer: Any = tokenizer  # Their types leave open what a call returns.
         self._detokenizer, self._vocab_size, self._margin = detokenizer, vocab_size, margin
-        (opening, closing), self._is_known = find_tags(tokenizer)
-        added = tokenizer.get_added_vocab()
+        found = find_format(tokenizer)
+        self._format = _USUAL if found.thinking is None else found
+        opening, closing = cast(tuple[str, str], self._format.thinking)
+        added, template = tokenizer.get_added_vocab(), getattr(tokenizer, "chat_template", None)
+        # By its chat template or its vocabulary. Otherwise only a prompt can say that the model thinks.
+        known = str(template) if template else " ".join(added)
+        self._is_known = found.thinking is not None and (opening in known or closing in known)
         own = {added[tag]: tag for tag in (opening, closing) if added.get(tag, vocab_size) < vocab_size}
         texts = detokenizer.token_texts[False]
         self._tags = ThinkingTags(
@@ -57,60 +55,69 @@ class ThinkingReader:
             lambda token: own.get(token) or texts[token] or "",
             min(detokenizer.num_tokens, vocab_size),
         )
+        # A format with headers: a form needs that of the answer, and before it the thinking that has the first one.
+        lead = detokenizer.encode(self._format.answer) if self._format.answer else []
+        self._form_start = FormStart(detokenizer.encode(opening) if lead else [], lead)
         bos = tokenizer.bos_token_id
         self._turn_tokens = np.array(sorted({*added.values()} - {*own, bos}), np.int64)
 
     def start(self, tokens: array, params: SamplingParams, edits: LogitEdits | None) -> Thinking | None:
-        """What a request's samples begin with; None if nothing depends on their thinking. Raises ValueError for a budget
-        that cannot be kept, or a form that could never begin."""
+        """What a request's samples begin with; None if nothing depends on their thinking. Raises ValueError for what
+        could not be kept."""
         form, budget = params.structured_outputs, params.thinking_token_budget
-        if budget is None and (form is None or self._is_whole(form)):
+        is_whole = form is not None and self._is_whole(form)
+        if budget is None and (form is None or is_whole):
             return None
+        if is_whole:
+            text = f"the form has {self._tags.closing} and so describes the thinking itself"
+            raise ValueError(f"thinking_token_budget={budget}: {text}")
         prompt = self._read_prompt(tokens)
-        if budget is not None and not (self._is_known or prompt.is_open):
+        is_open = prompt is _Prompt.OPEN
+        if budget is not None and not (self._is_known or is_open):
             raise ValueError(
-                f"thinking_token_budget={budget}: this model does not think between tags: neither its chat template nor "
-                f"the prompt has {self._tags.opening}"
+                f"thinking_token_budget={budget}: this model does not think between tags: neither its chat template "
+                f"nor the prompt has {self._tags.opening}"
             )
-        is_forced = budget is not None and (prompt.is_open or prompt.may_open)
-        ending = self._ending(params.thinking_end_text) if is_forced else []
-        if prompt.is_open or is_forced:
-            self._check_allowed(ending or self._tags.closing_ids, edits, is_forced)
-        has_form = form is not None and not self._is_whole(form)
-        if not prompt.is_open and (not prompt.may_open or (has_form and not self._can_open(edits))):
+        may_open = self._is_known and prompt in (_Prompt.TURN, _Prompt.TEXT)
+        ending = self._ending(params.thinking_end_text) if budget is not None and (is_open or may_open) else []
+        if is_open or ending:
+            self._check_allowed(ending or self._tags.closing_ids, edits, bool(ending))
+        if form is not None:  # That of a text begins at once: nobody knows whether it is a conversation.
+            may_open = may_open and prompt is _Prompt.TURN and self._can_open(edits)
+        if not is_open and not may_open:
             return None
-        options = {"budget": budget, "ending": ending, "has_form": has_form, "margin": self._margin}
-        return Thinking(self._tags, len(tokens), prompt.is_open, **options)
+        form_start = None if form is None else self._form_start
+        return Thinking(self._tags, len(tokens), is_open, budget, ending, form_start, self._margin)
 
     def _is_whole(self, form: StructuredOutputsParams) -> bool:
         """Whether a form describes the thinking too: it has the closing tag itself."""
-        given = (
-            next(value for name in FORMS if name != "json" and (value := getattr(form, name)) is not None)
-            if (form.json is None)
-            else ""
-        )
-        texts = [given] if isinstance(given, str) else given
+        texts = [text for text in (form.regex, form.grammar, *(form.choice or ())) if text is not None]
         return any(self._tags.closing in text.replace("\\", "") for text in texts)
 
     def _read_prompt(self, tokens: array) -> _Prompt:
         tags, last = self._tags, tokens[-_TAIL_TOKENS:].tolist()
-        if opens_reasoning(self._tokenizer, last):
-            return _Prompt(is_open=True)
-        if self._detokenizer.decode(last, False).rstrip().endswith(tags.closing):
-            return _Prompt()
+        text = self._detokenizer.decode(last, False)
+        if self._format.opens(text):
+            return _Prompt.OPEN
+        if text.rstrip().endswith(tags.closing):
+            return _Prompt.CLOSED
         turns = np.flatnonzero(np.isin(np.frombuffer(tokens, np.int32), self._turn_tokens))
-        if not len(turns):  # a text, of which nobody knows where an answer begins
-            return _Prompt()
+        if not len(turns):
+            return _Prompt.TEXT
         text = self._detokenizer.decode(tokens[turns[-1] + 1 :].tolist(), False)
         header, tag, rest = text.partition(tags.opening)
-        if tag:  # An answer that is continued: its thinking may have ended.
-            return _Prompt(is_open=len(header) <= _MAX_HEADER and tags.closing not in rest)
-        return _Prompt(may_open=self._is_known and len(text) <= _MAX_HEADER)
+        if len(header) > _MAX_HEADER:
+            return _Prompt.TEXT
+        if not tag:
+            return _Prompt.TURN
+        return _Prompt.CLOSED if tags.closing in rest else _Prompt.OPEN  # an answer that is continued
 
     def _can_open(self, edits: LogitEdits | None) -> bool:
-        """Whether the model may open its thinking before a form, which only one token can do."""
-        needed = self._tags.opening_id, self._tags.closing_id
-        return None not in needed and not self._excluded([token for token in needed if token is not None], edits)
+        """Whether the model may open its thinking before a form: by one token, or because its format begins so."""
+        tags, start = self._tags, self._form_start
+        opening = start.opening or ([] if tags.opening_id is None else [tags.opening_id])
+        needed = [*opening, *tags.closing_ids, *start.lead]
+        return opening != [] and not self._excluded(needed, edits)
 
     def _ending(self, text: str) -> list[int]:
         tags = self._tags

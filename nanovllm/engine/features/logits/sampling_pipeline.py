@@ -210,7 +210,9 @@ class SamplingPipeline:
         grammars = []
         for i, row in enumerate(rows):
             seq, grammar, thinking = seqs[row], seqs[row].completion.grammar, thoughts.get(row)
-            if grammar is not None and (thinking is None or not thinking.is_on):
+            if thinking is not None and (thinking.is_on or thinking.forced(seq) is not None):
+                continue
+            if grammar is not None:
                 length = seq.num_tokens - (seq.num_prompt_tokens if thinking is None else thinking.answer_start)
                 fault = grammar.advance(seq.token_ids, length)
                 if fault is not None:
@@ -249,7 +251,7 @@ class SamplingPipeline:
     def _before_form(self, thinking: Thinking) -> list[int]:
         """What may not come while a model thinks whose answer has a form: an end, and a form's first text together with
         the end of the thinking."""
-        return [token for token in self.eos if token < self.vocab_size] + thinking.blocked()
+        return [token for token in self.eos if token < self.vocab_size] + thinking.before_form()
 
     def _narrow(self, mask: np.ndarray, seq: Sampled) -> str | None:
         """Remove from a mask what the request forbids. Returns why nothing is left, if so."""

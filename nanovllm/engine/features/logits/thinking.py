@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from nanovllm.engine.features.logits.proposed_row import ProposedRow
 from nanovllm.engine.sequence import Sequence
@@ -49,10 +49,21 @@ class ThinkingTags:
         return found
 
     def tokens_beyond(self, text: str) -> list[int]:
-        """The tokens that would end a thinking that ends in this text and begin the answer at once, with what a form may
-        not allow."""
+        """The tokens that would end a thinking whose text ends so, and begin the answer with what a form may forbid."""
         num = next((n for n in range(len(self.closing) - 1, 0, -1) if text.endswith(self.closing[:n])), 0)
         return self._tokens_beyond[self.closing[num:]] if num and self.closing_id is None else []
+
+
+class FormStart(NamedTuple):
+    """What is forced before an answer that has a form: in formats of channels its header, which is no content.
+
+    Attributes:
+        opening: tokens that open the thinking, in a format in which a completion begins with them.
+        lead: tokens between the end of the thinking and the form.
+    """
+
+    opening: list[int]
+    lead: list[int]
 
 
 class Thinking:
@@ -73,7 +84,7 @@ class Thinking:
         is_open: bool,
         budget: int | None = None,
         ending: Iterable[int] = (),
-        has_form: bool = False,
+        form_start: FormStart | None = None,
         margin: int = 0,
     ):
         """
@@ -81,7 +92,8 @@ class Thinking:
             is_open: whether the prompt has opened it.
             budget: after so many tokens of thinking its end is forced.
             ending: the tokens that are forced then; they end in the closing tag.
-            has_form: the answer has a form, so only the very first token may open the thinking.
+            form_start: if the answer has a form, what stands before it. Only the very first token may open the thinking
+                then.
             margin: tokens that a step may give a sequence beside the first.
         """
         self._tags, self._first = tags, num_prompt_tokens
@@ -90,7 +102,7 @@ class Thinking:
         self._num_read = num_prompt_tokens
         self._text = ""  # in which a tag that is no token may have begun
         self._budget, self._ending = budget, list(ending)
-        self._has_form, self._margin = has_form, margin
+        self._form_start, self._margin = form_start, margin
 
     @property
     def is_on(self) -> bool:
@@ -98,8 +110,10 @@ class Thinking:
 
     @property
     def answer_start(self) -> int:
-        """Index of the first token of the answer, once it can be there."""
-        return self._first if self.end is None else self.end
+        """Index of the first token that a form describes, once it can be there."""
+        if self.end is None or self.begin is None:
+            return self._first
+        return self.end if self._form_start is None else self.end + len(self._form_start.lead)
 
     @property
     def opening_id(self) -> int | None:
@@ -119,7 +133,7 @@ class Thinking:
         if tags.opening_id is not None:
             if token == tags.opening_id:
                 self.begin = self._num_read
-            elif self._has_form or not tags.text_of(token).isspace():
+            elif self._form_start is not None or not tags.text_of(token).isspace():
                 self.end = self._first
             return
         self._text = (self._text + tags.text_of(token)).lstrip()
@@ -172,22 +186,30 @@ class Thinking:
 
     def forced(self, row: Sequence | ProposedRow) -> int | None:
         """The token that has to come next at a row that `at` has read."""
-        if self._budget is None or self.begin is None or self.end is not None:
+        if self.end is not None:
+            follows = self._form_start is not None and self.begin is not None
+            return _item(cast(FormStart, self._form_start).lead, row.num_tokens - self.end) if follows else None
+        if self.begin is None:
+            return None if self._form_start is None else _item(self._form_start.opening, row.num_tokens - self._first)
+        if self._budget is None:
             return None
         boundary = self.begin + self._budget
-        num_forced = row.num_tokens - boundary
-        if num_forced < 0:
+        if row.num_tokens < boundary:
             return None
         ending, closing = self._ending, self._tags.closing_ids
         for num in range(min(len(closing) - 1, self._budget), 0, -1):  # A tag that the model has begun is completed.
             if row.token_ids[boundary - num : boundary] == closing[:num]:
                 ending = closing[num:]
                 break
-        return ending[num_forced] if num_forced < len(ending) else None
+        return _item(ending, row.num_tokens - boundary)
 
-    def blocked(self) -> list[int]:
+    def before_form(self) -> list[int]:
         """The tokens that a form forbids while the model thinks: they would begin the answer at once."""
         return self._tags.tokens_beyond(self._text)
+
+
+def _item(tokens: list[int], index: int) -> int | None:
+    return tokens[index] if index < len(tokens) else None
 
 
 class ThinkingSequence(Sequence):
@@ -222,7 +244,9 @@ def num_valid(seq: Sequence, proposed: list[int]) -> int:
     start = seq.num_prompt_tokens
     if thinking is not None:
         thinking.read(seq.token_ids, seq.num_known_tokens)
-        if thinking.is_on:
+        if thinking.end is None:
             return thinking.num_until_end(seq.token_ids, proposed)
         start = thinking.answer_start
+    if seq.num_tokens < start:
+        return min(len(proposed), start - seq.num_tokens)
     return grammar.num_valid(seq.token_ids, seq.num_tokens - start, proposed)
