@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+from channels import ANALYSIS, make_channels_checkpoint
 from checkpoints import VOCAB_SIZE, Reference, assert_idle, greedy, make_checkpoint, make_llm
 from replay import Replay
 from sampling_reference import run
@@ -456,6 +457,32 @@ def say(llm, first: int, tokens: list[int]):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(llm.model_runner, "sampler", replaced)
         yield
+
+
+def test_a_form_in_channels(tmp_path):
+    """Of gpt-oss: what the model thinks is in the channel analysis, and the form is that of the channel final."""
+    path = make_channels_checkpoint(tmp_path)
+    messages = [{"role": "user", "content": "ab"}]
+    for speculation in (None, "suffix"):
+        with make_llm(path, skip_tokenizer_init=False, max_model_len=200, speculation=speculation) as llm:
+            (end,) = llm.tokenizer.encode("<|end|>")
+            by_itself = SamplingParams(max_tokens=60, logit_bias={end: 8.0}, seed=1, **JSON)
+            by_budget = SamplingParams(max_tokens=60, thinking_token_budget=5, thinking_end_text="so", seed=2, **JSON)
+            none = SamplingParams(max_tokens=60, thinking_token_budget=0, seed=3, **JSON)
+            for params in (by_itself, by_budget, none):
+                (output,) = llm.chat(messages, params, use_tqdm=False, split_reasoning=True)
+                assert is_json(output["content"]), output
+                assert output["finish_reason"] == "stop"
+                assert output["text"].startswith(ANALYSIS)
+                assert (output["reasoning"] == "") == (params is none)
+            # Without a form nothing is forced but the end of the channel.
+            free = SamplingParams(temperature=0, max_tokens=20, thinking_token_budget=3, ignore_eos=True)
+            prompt = [*llm.prompt_encoder.encode_chat(messages), *llm.tokenizer.encode(ANALYSIS)]
+            (output,) = llm.generate([prompt], free, use_tqdm=False)
+            assert output["token_ids"][3] == end
+            # Nobody knows where an answer begins in a text.
+            (output,) = llm.generate(["a block"], SamplingParams(max_tokens=60, **JSON), use_tqdm=False)
+            assert is_json(output["text"])
 
 
 PIECES = ["</", "think", ">\n\n", ">{", "x", "<think>\n", " "]

@@ -52,7 +52,7 @@ class ThinkingReader:
             added[opening] if opening in own.values() else None,
             added[closing] if closing in own.values() else None,
             detokenizer.encode(closing),
-            lambda token: own.get(token) or texts[token] or "",
+            lambda token: own.get(token) or texts[token] or detokenizer.decode([token], False),
             min(detokenizer.num_tokens, vocab_size),
         )
         # A format with headers: a form needs that of the answer, and before it the thinking that has the first one.

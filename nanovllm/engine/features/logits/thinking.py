@@ -22,7 +22,7 @@ class ThinkingTags:
         opening, closing: the tags.
         opening_id, closing_id: the token that a tag is; None if it is several.
         closing_ids: the tokens that write the closing tag.
-        text_of: the text of a token; "" if it has none of its own.
+        text_of: the text of a token, as far as it has one of its own.
         num_tokens: how many tokens the tokenizer has.
     """
 
