@@ -77,10 +77,11 @@ class _Header:
 
 def _may_be_header(words: str, is_followed: bool) -> bool:
     """Whether what follows a channel's name is no text yet. is_followed: the last word is whole."""
-    first, space, _ = words.partition(" ")
-    if space or is_followed:
-        return first in _TYPES or first.startswith("to=")
-    return any(each.startswith(first) for each in (*_TYPES, "to="))
+    first = words.split(maxsplit=1)[0]
+    if first.startswith("to="):
+        return True
+    is_whole = is_followed or len(first) < len(words)
+    return first in _TYPES if is_whole else any(each.startswith(first) for each in (*_TYPES, "to="))
 
 
 def _tool(recipient: str, types: ArgumentTypes) -> str | None:
