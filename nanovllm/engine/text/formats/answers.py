@@ -145,6 +145,8 @@ class _Marker:
         if not tokens.by_id:
             return text
         self._token_ids += token_ids
+        if not self._held and finish_reason is None and tokens.tags.firsts.isdisjoint(text):
+            return text
         text = self._held + text
         if finish_reason is None:
             size = tokens.tags.num_free(text)

@@ -37,6 +37,7 @@ class _Call(CallScanner):
                 return self._read(text[len(OPENING) : match.start()], match.end())
         self._searched = max(self._searched, len(text) - len(CLOSING) + 1)
         if not is_last:
+            self.awaited = frozenset(">")  # of a tag
             return None
         # The closing tag is missing, or a part of it.
         inside = next((text[:-n] for n in range(len(CLOSING) - 1, 0, -1) if text.endswith(CLOSING[:n])), text)

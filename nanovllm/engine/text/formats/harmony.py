@@ -9,12 +9,13 @@ commentary. A message to a tool has its name in the header, before the channel o
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, cast
 
 from nanovllm.engine.text.formats.argument_types import ArgumentTypes
 from nanovllm.engine.text.formats.format import CALL, CONTENT, REASONING, AnswerReader, ConversationFormat, Event
-from nanovllm.engine.text.formats.json_end import INCOMPLETE, WRONG, JsonEnd, parse
+from nanovllm.engine.text.formats.json_end import INCOMPLETE, MAY_END_JSON, WRONG, JsonEnd, parse
+from nanovllm.engine.text.formats.state_reader import StateReader
 from nanovllm.engine.text.formats.tag_reader import CallForm, CallScanner, Scan
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
@@ -97,6 +98,8 @@ def _tool(recipient: str, types: ArgumentTypes) -> str | None:
 class _Arguments:
     """Reads the body of a call: JSON, and the tag behind it."""
 
+    awaited: frozenset[str] = frozenset()  # as CallScanner's
+
     def __init__(self, start: int):
         self._start = start  # of the body, and then of the JSON
         self._json: JsonEnd | None = None
@@ -114,7 +117,9 @@ class _Arguments:
             self._json = JsonEnd(self._start)
         end = self._json.find(text)
         if end == INCOMPLETE and not is_last:
+            self.awaited = MAY_END_JSON
             return None
+        self.awaited = frozenset()
         rest = "" if end in (INCOMPLETE, WRONG) else text[end:].lstrip()
         found = None if end in (INCOMPLETE, WRONG) else parse(text[self._start : end])
         if not isinstance(found, dict):
@@ -127,29 +132,25 @@ class _Arguments:
         return (len(text), found) if is_last else None
 
 
-class HarmonyReader(AnswerReader):
+class HarmonyReader(StateReader):
     """Messages of one kind are joined by a line feed. What is no whole call is content as written."""
 
     def __init__(self, tools: Iterable[Any] | None, is_open: bool):
+        super().__init__()
         self.has_reasoning = is_open
         self._types = ArgumentTypes(tools or ())
         self._reads_calls = tools is not None
-        self._held = ""
         # Content that is white space, and was not given yet: it belongs to no part, if a call follows.
         self._spaces: list[Event] = []
-        self._events: list[Event] = []
-        self._kind = REASONING if is_open else CONTENT  # of the message that is read
+        self._part = REASONING if is_open else CONTENT  # of the message that is read
         self._is_as_written = False  # It is no message, but content with its tags.
         self._begun = {REASONING} if is_open else set[str]()  # kinds of which there have been messages
         self._arguments: _Arguments | None = None
         self._tool, self._header_size = "", 0  # of the call that is read
-        self._read: Callable[[bool], bool] = self._read_body if is_open else self._read_start
+        self._read = self._read_body if is_open else self._read_start
 
     def push(self, text: str, is_last: bool = False) -> list[Event]:
-        self._held += text
-        self._events = events = []
-        while self._read(is_last):
-            pass
+        events = super().push(text, is_last)
         if is_last:
             events += self._spaces
             self._spaces = []
@@ -159,8 +160,8 @@ class HarmonyReader(AnswerReader):
         """A piece of the message that is read."""
         if not (text or raw):
             return
-        if self._kind == REASONING or not self._reads_calls:
-            self._events += [*self._spaces, Event(self._kind, text, raw)]
+        if self._part == REASONING or not self._reads_calls:
+            self._events += [*self._spaces, Event(self._part, text, raw)]
             self._spaces = []
             return
         stripped = text.rstrip()
@@ -170,12 +171,6 @@ class HarmonyReader(AnswerReader):
             return
         self._events += [*self._spaces, Event(CONTENT, stripped, raw[: len(raw) - size])]
         self._spaces = [Event(CONTENT, text[len(stripped) :], raw[len(raw) - size :])] if size else []
-
-    def _take(self, size: int) -> str:
-        taken, self._held = self._held[:size], self._held[size:]
-        return taken
-
-    # The readers of parts. Each returns whether another goes on with what is held.
 
     def _read_start(self, is_last: bool) -> bool:
         """Before a header, or a text without one."""
@@ -190,7 +185,7 @@ class HarmonyReader(AnswerReader):
         is_open = any(tag.startswith(text) for tag in _TAGS) or _MAY_BEGIN_WITH_RECIPIENT.match(held)
         if held == "" or (is_open and not is_last):
             return False
-        self._kind, self._is_as_written, self._read = CONTENT, False, self._read_body
+        self._part, self._is_as_written, self._read = CONTENT, False, self._read_body
         return True
 
     def _read_header(self, is_last: bool) -> bool:
@@ -206,7 +201,7 @@ class HarmonyReader(AnswerReader):
         elif header.tool is not None:
             self._begin_as_written(spaces + header.end)
         elif header.body is None:
-            self._kind = CONTENT
+            self._part = CONTENT
             self._give("", self._take(spaces + header.end))
             self._read = self._read_start
         else:
@@ -215,7 +210,7 @@ class HarmonyReader(AnswerReader):
 
     def _begin(self, kind: str, size: int, is_as_written: bool = False) -> None:
         """A message of a kind. size: of its header."""
-        self._kind, self._is_as_written, self._read = kind, is_as_written, self._read_body
+        self._part, self._is_as_written, self._read = kind, is_as_written, self._read_body
         self.has_reasoning |= kind == REASONING
         raw = self._take(size)
         self._give("\n" * (kind in self._begun) + raw * is_as_written, raw)
@@ -231,6 +226,8 @@ class HarmonyReader(AnswerReader):
             size = len(self._held) - (0 if is_last else _num_undecided(self._held, _BODY_ENDS))
             text = self._take(size)
             self._give(text, text)
+            if not self._held and not self._spaces:
+                self._kind, self._firsts = self._part, frozenset("<")
             return False
         text = self._take(match.start())
         self._give(text, text)
@@ -243,6 +240,7 @@ class HarmonyReader(AnswerReader):
     def _read_call(self, is_last: bool) -> bool:
         found = cast(_Arguments, self._arguments).read(self._held, is_last)
         if found is None:
+            self._awaited = cast(_Arguments, self._arguments).awaited
             return False
         end, arguments = found
         if arguments is None:

@@ -10,6 +10,7 @@ _OUTSIDE = re.compile(r"[\s,:+\-.0-9A-Za-z]*")
 _INSIDE = re.compile(r'[^"\\]*')
 _OPENINGS, _CLOSINGS = "{[", "}]"
 INCOMPLETE, WRONG = -1, -2
+MAY_END_JSON = frozenset(_CLOSINGS)
 
 
 class JsonEnd:

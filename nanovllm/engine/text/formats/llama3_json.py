@@ -6,7 +6,7 @@ from typing import Any
 
 from nanovllm.engine.text.formats.argument_types import ArgumentTypes
 from nanovllm.engine.text.formats.format import AnswerReader, ConversationFormat
-from nanovllm.engine.text.formats.json_end import INCOMPLETE, WRONG, JsonEnd, parse, read_call
+from nanovllm.engine.text.formats.json_end import INCOMPLETE, MAY_END_JSON, WRONG, JsonEnd, parse, read_call
 from nanovllm.engine.text.formats.tag_reader import CallForm, CallScanner, NamedCall, Scan, TagReader
 
 TAG = "<|python_tag|>"
@@ -38,7 +38,9 @@ class _Calls(CallScanner):
                 self._json = JsonEnd(self._at)
             end = self._json.find(text)
             if end == INCOMPLETE and not is_last:
+                self.awaited = MAY_END_JSON
                 return None
+            self.awaited = frozenset()
             found = None if end in (INCOMPLETE, WRONG) else parse(text[self._at : end])
             call = read_call(found) if found and not found.keys().isdisjoint(("parameters", "arguments")) else None
             if call is None or (self._names and call[0] not in self._names):

@@ -12,7 +12,7 @@ from typing import Any
 
 from nanovllm.engine.text.formats.argument_types import ArgumentTypes
 from nanovllm.engine.text.formats.format import AnswerReader, ConversationFormat
-from nanovllm.engine.text.formats.json_end import INCOMPLETE, WRONG, JsonEnd, parse, read_call
+from nanovllm.engine.text.formats.json_end import INCOMPLETE, MAY_END_JSON, WRONG, JsonEnd, parse, read_call
 from nanovllm.engine.text.formats.tag_reader import CallForm, CallScanner, NamedCall, Scan, TagReader
 
 THINKING = ("[THINK]", "[/THINK]")
@@ -46,6 +46,7 @@ class _Calls(CallScanner):
             self._json = JsonEnd(self._start)
         end = self._json.find(text)
         if end == INCOMPLETE and not is_last:
+            self.awaited = MAY_END_JSON
             return None
         calls = [] if end in (INCOMPLETE, WRONG) else self._calls(parse(text[self._start : end]))
         return Scan(end, calls) if calls else _NO_CALL

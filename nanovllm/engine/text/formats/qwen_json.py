@@ -5,7 +5,7 @@ from typing import Any
 
 from nanovllm.engine.text.formats.argument_types import ArgumentTypes
 from nanovllm.engine.text.formats.format import AnswerReader, ConversationFormat
-from nanovllm.engine.text.formats.json_end import INCOMPLETE, WRONG, JsonEnd, parse, read_call
+from nanovllm.engine.text.formats.json_end import INCOMPLETE, MAY_END_JSON, WRONG, JsonEnd, parse, read_call
 from nanovllm.engine.text.formats.tag_reader import CallForm, CallScanner, NamedCall, Scan, TagReader
 from nanovllm.engine.text.formats.think import THINKING
 
@@ -29,7 +29,9 @@ class _JsonCalls(CallScanner):
                 self._at, self._json = start, JsonEnd(start)
             end = self._json.find(text)
             if end == INCOMPLETE and not is_last:
+                self.awaited = MAY_END_JSON
                 return None
+            self.awaited = frozenset()
             call = None if end in (INCOMPLETE, WRONG) else read_call(parse(text[self._at : end]))
             if call is None:
                 return _NO_CALL

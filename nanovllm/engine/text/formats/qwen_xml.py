@@ -51,6 +51,7 @@ class _XmlCall(CallScanner):
                 return None if not is_last and _may_be_head(text) else no_call
             self._name, self._start = head[1].strip(), head.end()
             self._searched = self._start
+            self.awaited = frozenset(">")  # of a tag
         found = self._find_end(text, is_last)
         if found is None:
             return no_call if is_last else None

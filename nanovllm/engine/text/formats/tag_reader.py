@@ -6,7 +6,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple, cast
 
 from nanovllm.engine.text.formats.argument_types import ArgumentTypes
-from nanovllm.engine.text.formats.format import CALL, CONTENT, REASONING, AnswerReader, Event
+from nanovllm.engine.text.formats.format import CALL, CONTENT, REASONING, Event
+from nanovllm.engine.text.formats.state_reader import StateReader
 
 NamedCall = tuple[str, dict[str, Any]]  # its name and arguments
 
@@ -22,7 +23,13 @@ NO_TITLES: Mapping[str, str] = {}
 
 
 class CallScanner:
-    """Reads one text that begins like a call. It remembers how far it has read."""
+    """Reads one text that begins like a call. It remembers how far it has read.
+
+    Attributes:
+        awaited: while a scan is open, it stays open until one of these characters comes; none if any text may decide.
+    """
+
+    awaited: frozenset[str] = frozenset()
 
     def scan(self, text: str, is_last: bool) -> Scan | None:
         """None while it is open what the text is. text: all of it, more with each call. is_last: nothing comes after
@@ -38,7 +45,7 @@ class CallForm(NamedTuple):
     is_whole_answer: bool = False  # A call begins an answer, or follows another call.
 
 
-class TagReader(AnswerReader):
+class TagReader(StateReader):
     """Thinking stands at the beginning or nowhere: its tag further on is content. White space around thinking and calls
     belongs to no part.
 
@@ -60,42 +67,27 @@ class TagReader(AnswerReader):
             tools, is_open: as ConversationFormat.reader's.
             titles: lines that may follow an opening tag and are no thoughts, by the tag.
         """
+        super().__init__()
         self.has_reasoning = is_open
         self._openings = tuple(opening for opening, _ in thinking)
         self._closings = dict(thinking)
         self._forms, self._reads_calls = forms, tools is not None
         self._types = ArgumentTypes(tools or ())
         self._titles = titles
-        self._held = ""
-        self._events: list[Event] = []
         self._calls = Tags(opening for form in forms for opening in form.openings if not form.is_whole_answer)
-        self._firsts = tuple(opening for form in forms for opening in form.openings if form.is_whole_answer)
+        self._whole_answers = tuple(opening for form in forms for opening in form.openings if form.is_whole_answer)
         self._scanner: CallScanner | None = None
         self._is_trimmed = False  # The white space before the thinking is over.
         self._draft = ""  # white space and calls at the end of the thinking so far, no longer held
         self._drafts: list[tuple[int, list[NamedCall]]] = []  # these calls, and where in it they end
         self._searched = 0  # of what is held, where no closing tag begins
-        self._read: Callable[[bool], bool] = self._read_start
+        self._read = self._read_start
         if is_open:
             self._open(self._openings)
-
-    def push(self, text: str, is_last: bool = False) -> list[Event]:
-        self._held += text
-        self._events = events = []
-        while self._read(is_last):
-            pass
-        return events
 
     def _give(self, kind: str, text: str, raw: str) -> None:
         if raw or text:
             self._events.append(Event(kind, text, raw))
-
-    def _take(self, size: int) -> str:
-        """The first characters held, which are held no longer."""
-        taken, self._held = self._held[:size], self._held[size:]
-        return taken
-
-    # The readers of parts. Each returns whether another goes on with what is held.
 
     def _read_start(self, is_last: bool) -> bool:
         text = self._held.lstrip()
@@ -105,14 +97,14 @@ class TagReader(AnswerReader):
                 self._give(REASONING, "", self._take(len(self._held) - len(text) + len(opening)))
                 self._open((opening,))
                 return True
-        if not is_last and any(tag.startswith(text) for tag in (*self._openings, *self._firsts)):
+        if not is_last and any(tag.startswith(text) for tag in (*self._openings, *self._whole_answers)):
             return False
         return self._begin_content(is_last)
 
     def _begin_content(self, is_last: bool) -> bool:
         """At the beginning of the content, or after a call."""
         text = self._held.lstrip()
-        if self._reads_calls and any(text.startswith(each) for each in self._firsts):
+        if self._reads_calls and any(text.startswith(each) for each in self._whole_answers):
             self._begin_call(len(self._held) - len(text))
             return True
         self._read = self._read_content
@@ -148,6 +140,8 @@ class TagReader(AnswerReader):
             size = len(self._held) if is_last else self._stops.num_free(self._held)
             text = self._held[:size].rstrip()
             self._give(REASONING, text, self._take(size if is_last else len(text)))
+            if self._is_trimmed and not self._held:
+                self._kind, self._firsts = REASONING, self._stops.firsts
             return False
         text = self._held[: match.start()].rstrip()
         self._give(REASONING, text, self._take(len(text)))
@@ -166,7 +160,7 @@ class TagReader(AnswerReader):
     def _read_space(self, is_last: bool) -> bool:
         text = self._held.lstrip()
         self._give(REASONING, "", self._take(len(self._held) - len(text)))
-        if not text or (not is_last and any(tag.startswith(text) and tag != text for tag in self._firsts)):
+        if not text or (not is_last and any(tag.startswith(text) and tag != text for tag in self._whole_answers)):
             return False
         return self._begin_content(is_last)
 
@@ -224,14 +218,17 @@ class TagReader(AnswerReader):
 
     def _read_content(self, is_last: bool) -> bool:
         if not self._reads_calls or not self._calls.texts:
-            self._give(CONTENT, self._held, self._held)
-            self._held = ""
+            text = self._take(len(self._held))
+            self._give(CONTENT, text, text)
+            self._kind, self._firsts = CONTENT, frozenset()
             return False
         match = self._calls.search(self._held)
         if match is None:
             size = len(self._held) if is_last else len(self._held[: self._calls.num_free(self._held)].rstrip())
             text = self._take(size)
             self._give(CONTENT, text, text)
+            if not self._held:
+                self._kind, self._firsts = CONTENT, self._calls.firsts
             return False
         text = self._take(len(self._held[: match.start()].rstrip()))
         self._give(CONTENT, text, text)
@@ -251,8 +248,10 @@ class TagReader(AnswerReader):
         return scanners[0] if len(scanners) == 1 else _AnyOf(scanners)
 
     def _read_call(self, is_last: bool) -> bool:
-        scan = cast(CallScanner, self._scanner).scan(self._held, is_last)
+        scanner = cast(CallScanner, self._scanner)
+        scan = scanner.scan(self._held, is_last)
         if scan is None:
+            self._awaited = scanner.awaited
             return False
         raw = self._space + self._take(scan.end)
         if scan.calls:
@@ -274,7 +273,7 @@ class TagReader(AnswerReader):
     def _read_after_call(self, is_last: bool) -> bool:
         text = self._held.lstrip()
         self._give(CALL, "", self._take(len(self._held) - len(text)))
-        if not text or (not is_last and any(tag.startswith(text) and tag != text for tag in self._firsts)):
+        if not text or (not is_last and any(tag.startswith(text) and tag != text for tag in self._whole_answers)):
             return False
         return self._begin_content(is_last)
 
@@ -294,6 +293,7 @@ class _AnyOf(CallScanner):
             if scan is not None:
                 self._wrong = scan
                 self._scanners.remove(scanner)
+        self.awaited = self._scanners[0].awaited if len(self._scanners) == 1 else frozenset()
         return None if self._scanners else self._wrong
 
 
@@ -302,6 +302,7 @@ class Tags:
 
     def __init__(self, texts: Iterable[str]):
         self.texts = tuple(dict.fromkeys(texts))
+        self.firsts = frozenset(text[0] for text in self.texts)
         self.longest = max(map(len, self.texts), default=1)
         self._any, self._beginning = _patterns(self.texts)
 
