@@ -83,7 +83,7 @@ _ENGINE = (
     *("enforce_eager", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
-    *("speculation", "max_speculative_tokens", "plain"),
+    *("speculation", "max_speculative_tokens", "plain", "chat_format"),
 )
 
 
@@ -111,7 +111,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--chat-template-kwargs", type=_json, metavar="JSON", help="variables of the chat template")
     help = "columns called as parameters, such as temperature or n, are data"
     add("--no-line-parameters", dest="line_parameters", action="store_false", default=None, help=help)
-    help = "what a model thinks before </think> is a conversation's reasoning, and not its text"
+    help = "what a model thinks is a conversation's reasoning, and not its text"
     add("--split-reasoning", action="store_true", default=None, help=help)
     add("--ordered", action="store_true", help="keep the order of the input")
     add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
@@ -325,7 +325,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--chat-template", type=_file, metavar="FILE", help="a Jinja template instead of the tokenizer's"
     )
-    split_help = "give what a model thinks before </think> as reasoning_content (and reasoning), apart from the content"
+    split_help = "give what a model thinks as reasoning_content (and reasoning), apart from the content"
     parser.add_argument("--split-reasoning", action="store_true", help=split_help)
     calls_help = "give calls of a request's tools as tool_calls, apart from the content"
     parser.add_argument("--split-tool-calls", action="store_true", help=calls_help)

@@ -11,7 +11,7 @@ from nanovllm.jobs import GenerateActor, check_batch, run_batch
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tag }}"
+TEMPLATE = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}\n{% endfor %}{{ tag }}"
 MESSAGES = [{"role": "user", "content": "a block"}]
 WHOLE = {"guided_regex": "<think>[a-z]{9}</think> [a-z]{5}"}
 OPENED = {"guided_regex": "[a-z]{9}</think> [a-z]{5}", "chat_template_kwargs": {"tag": "<think>\n"}}

@@ -48,7 +48,7 @@ class SpecialOptions:
         self._features = {feature.option: feature for feature in config.features}
         self._grammars: Grammars | None = None
         self._thinking: ThinkingReader | None = None
-        self._margin = 0 if config.speculation is None else config.max_speculative_tokens
+        self._config = config
         self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
             self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
         )
@@ -93,7 +93,7 @@ class SpecialOptions:
         if self._thinking is None:
             if self._tokenizer is None or self._detokenizer is None:
                 raise ValueError("thinking_token_budget: needs the model's tokenizer, but skip_tokenizer_init is set")
-            self._thinking = ThinkingReader(self._tokenizer, self._detokenizer, self._vocab_size, self._margin)
+            self._thinking = ThinkingReader(self._config, self._tokenizer, self._detokenizer)
         thinking = self._thinking.start(tokens, params, special.logit_edits)
         if thinking is None and form is not None and form.choice is not None:
             longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
+from nanovllm.config import Config
 from nanovllm.engine.features.logits.logit_edits import LogitEdits
 from nanovllm.engine.features.logits.thinking import FormStart, Thinking, ThinkingTags
 from nanovllm.engine.text.detokenizer import Detokenizer
@@ -34,16 +35,19 @@ class _Prompt(Enum):
 class ThinkingReader:
     """Makes the `Thinking` of requests of one tokenizer."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", detokenizer: Detokenizer, vocab_size: int, margin: int):
-        """vocab_size: the model's. margin: tokens that a step may give a sequence beside the first."""
-        self._detokenizer, self._vocab_size, self._margin = detokenizer, vocab_size, margin
-        found = find_format(tokenizer)
+    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase", detokenizer: Detokenizer):
+        self._detokenizer, self._vocab_size = detokenizer, config.hf_config.vocab_size
+        # Tokens that a step may give a sequence beside the first.
+        self._margin = 0 if config.speculation is None else config.max_speculative_tokens
+        found = find_format(tokenizer, name=config.chat_format, log=False)
         self._format = _USUAL if found.thinking is None else found
         opening, closing = cast(tuple[str, str], self._format.thinking)
         added, template = tokenizer.get_added_vocab(), getattr(tokenizer, "chat_template", None)
+        vocab_size = self._vocab_size
         # By its chat template or its vocabulary. Otherwise only a prompt can say that the model thinks.
         known = str(template) if template else " ".join(added)
-        self._is_known = found.thinking is not None and (opening in known or closing in known)
+        is_named = config.chat_format is not None or opening in known or closing in known
+        self._is_known = found.thinking is not None and is_named
         own = {added[tag]: tag for tag in (opening, closing) if added.get(tag, vocab_size) < vocab_size}
         texts = detokenizer.token_texts[False]
         self._tags = ThinkingTags(

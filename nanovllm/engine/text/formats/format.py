@@ -82,3 +82,10 @@ class ConversationFormat:
     def opens(self, text: str) -> bool:
         """Whether the end of a prompt has begun the thinking."""
         return self.thinking is not None and text.rstrip().endswith(self.thinking[0])
+
+    def is_in_thinking(self, text: str) -> bool:
+        """Whether the beginning of an answer is thinking that has not ended."""
+        if self.thinking is None:
+            return False
+        opening, closing = self.thinking
+        return text.lstrip().startswith(opening) and closing not in text
