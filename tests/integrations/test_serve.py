@@ -153,7 +153,7 @@ def test_reasoning_apart_from_the_content(path, is_open):
             if is_open:
                 options["extra_body"] |= {"thinking_token_budget": 12, "thinking_end_text": " so"}
             plain = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
-            deltas = [*client.chat.completions.create(model=MODEL, messages=CHAT, **options | {"n": 1}, stream=True)]
+            pieces = [*client.chat.completions.create(model=MODEL, messages=CHAT, **options | {"n": 1}, stream=True)]
             text = client.completions.create(model=MODEL, prompt="a block", max_tokens=3)
         running.end()
     for choice in whole.choices:
@@ -168,7 +168,7 @@ def test_reasoning_apart_from_the_content(path, is_open):
         assert len([delta for delta in deltas if getattr(delta, "reasoning", None)]) > 5, "as it comes"
     message = plain.choices[0].message
     assert re.fullmatch("[a-z]{9}", message.content)
-    assert "".join(part.choices[0].delta.content for part in deltas) == message.content
+    assert "".join(part.choices[0].delta.content for part in pieces) == message.content
     if is_open:  # The form begins where the budget ends the thinking.
         assert message.reasoning.endswith(" so")
     else:
