@@ -289,7 +289,7 @@ def test_an_answer_that_is_continued(llm):
             "{% if not loop.last %}<|im_end|>\n{% endif %}{% endfor %}"
         )
         options = {"add_generation_prompt": False, "continue_final_message": True, "split_reasoning": True}
-        (_, params) = asked(3, temperature=1.0, max_tokens=20, logit_bias={4: -100.0}, **REGEX)
+        (_, params) = asked(3, temperature=1.0, max_tokens=20, logit_bias={3: -100.0, 4: -100.0}, **REGEX)
         (output,) = llm.chat(messages, params, use_tqdm=False, chat_template=text, **options)
         assert output["token_ids"][3:4] == [4] if thinks else 4 not in output["token_ids"]
         assert re.fullmatch("[ab]{3}x?", output["content"])
@@ -352,7 +352,7 @@ def test_the_end_may_be_a_stop(llm):
             r"thinking ends with </think>, and allowed_token_ids or bad_words exclude token 4 of it, '</think>'",
         ),
         ({"bad_words": ["</think>"]}, "exclude token 4 of it"),
-        ({"bad_words": ["ow"], "thinking_end_text": "a row"}, "bad_words exclude token"),
+        ({"bad_words": ["row"], "thinking_end_text": "a row"}, "bad_words exclude token"),
         (
             {"thinking_end_text": "so</think>so"},
             r"thinking_end_text='so</think>so': must be a text that is followed by </think>",
@@ -464,7 +464,7 @@ def test_a_form_in_channels(tmp_path):
     for speculation in (None, "suffix"):
         with make_llm(path, skip_tokenizer_init=False, max_model_len=200, speculation=speculation) as llm:
             (end,) = llm.tokenizer.encode("<|end|>")
-            by_itself = SamplingParams(max_tokens=60, logit_bias={end: 8.0}, seed=1, **JSON)
+            by_itself = SamplingParams(max_tokens=150, logit_bias={end: 4.0}, seed=1, **JSON)
             by_budget = SamplingParams(max_tokens=60, thinking_token_budget=5, thinking_end_text="so", seed=2, **JSON)
             none = SamplingParams(max_tokens=60, thinking_token_budget=0, seed=3, **JSON)
             for params in (by_itself, by_budget, none):
@@ -472,7 +472,8 @@ def test_a_form_in_channels(tmp_path):
                 assert is_json(output["content"]), output
                 assert output["finish_reason"] == "stop"
                 assert output["text"].startswith(ANALYSIS)
-                assert (output["reasoning"] == "") == (params is none)
+                assert params is not by_budget or output["reasoning"].endswith("so")
+                assert params is not none or output["reasoning"] == ""
             # Without a form nothing is forced but the end of the channel.
             free = SamplingParams(temperature=0, max_tokens=20, thinking_token_budget=3, ignore_eos=True)
             prompt = [*llm.prompt_encoder.encode_chat(messages), *llm.tokenizer.encode(ANALYSIS)]
