@@ -8,7 +8,9 @@ if TYPE_CHECKING:
     from nanovllm.engine.checks import RequestChecker, check_options
     from nanovllm.engine.ranks.workers import WorkerError
     from nanovllm.engine.text.chat import Conversation, as_conversations
-    from nanovllm.engine.text.harmony import with_channels
+    from nanovllm.engine.text.formats.all_formats import find_format
+    from nanovllm.engine.text.formats.answers import AnswerFormat, AnswerSplitter, with_channels
+    from nanovllm.engine.text.formats.format import ConversationFormat
     from nanovllm.engine.text.outputs import EngineStats, RequestOutput, Score, StreamDelta
     from nanovllm.engine.text.prompt_encoder import ChatRenderer, PromptEncoder
     from nanovllm.engine.text.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
@@ -21,9 +23,12 @@ if TYPE_CHECKING:
 __all__ = [
     "LLM",
     "NO_PROMPT",
+    "AnswerFormat",
+    "AnswerSplitter",
     "ChatRenderer",
     "Config",
     "Conversation",
+    "ConversationFormat",
     "EngineStats",
     "PromptEncoder",
     "ReasoningSplitter",
@@ -37,6 +42,7 @@ __all__ = [
     "WorkerError",
     "as_conversations",
     "check_options",
+    "find_format",
     "find_tokenizer",
     "opens_reasoning",
     "split_reasoning",
@@ -48,9 +54,12 @@ __version__ = "0.1.0"
 _MODULES = {
     "LLM": "nanovllm.llm",
     "NO_PROMPT": "nanovllm.engine.text.streaming",
+    "AnswerFormat": "nanovllm.engine.text.formats.answers",
+    "AnswerSplitter": "nanovllm.engine.text.formats.answers",
     "ChatRenderer": "nanovllm.engine.text.prompt_encoder",
     "Config": "nanovllm.config",
     "Conversation": "nanovllm.engine.text.chat",
+    "ConversationFormat": "nanovllm.engine.text.formats.format",
     "PromptEncoder": "nanovllm.engine.text.prompt_encoder",
     "ReasoningSplitter": "nanovllm.engine.text.reasoning",
     "RequestChecker": "nanovllm.engine.checks",
@@ -60,11 +69,12 @@ _MODULES = {
     "WorkerError": "nanovllm.engine.ranks.workers",
     "as_conversations": "nanovllm.engine.text.chat",
     "check_options": "nanovllm.engine.checks",
+    "find_format": "nanovllm.engine.text.formats.all_formats",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
     "opens_reasoning": "nanovllm.engine.text.reasoning",
     "split_reasoning": "nanovllm.engine.text.reasoning",
     "split_tool_calls": "nanovllm.engine.text.tool_calls",
-    "with_channels": "nanovllm.engine.text.harmony",
+    "with_channels": "nanovllm.engine.text.formats.answers",
 }
 
 

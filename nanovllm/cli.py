@@ -83,7 +83,7 @@ _ENGINE = (
     *("enforce_eager", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
-    *("speculation", "max_speculative_tokens", "plain"),
+    *("speculation", "max_speculative_tokens", "plain", "chat_format"),
 )
 
 
@@ -111,7 +111,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--chat-template-kwargs", type=_json, metavar="JSON", help="variables of the chat template")
     help = "columns called as parameters, such as temperature or n, are data"
     add("--no-line-parameters", dest="line_parameters", action="store_false", default=None, help=help)
-    help = "what a model thinks before </think> is a conversation's reasoning, and not its text"
+    help = "what a model thinks is a conversation's reasoning, and not its text"
     add("--split-reasoning", action="store_true", default=None, help=help)
     add("--ordered", action="store_true", help="keep the order of the input")
     add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
@@ -123,12 +123,17 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: 64; of OpenAI's requests: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes all answers reproducible")
+    help = "tokens after which the end of a model's thinking is forced; 0 is no thinking"
+    sampling.add_argument("--thinking-token-budget", type=int, metavar="N", help=help)
+    sampling.add_argument("--thinking-end-text", metavar="TEXT", help="what is written before that end")
     sampling.add_argument("--stop", **several, metavar="TEXT", help="texts that end an answer")
     sampling.add_argument("--ignore-eos", action="store_true", default=None, help="go on after the end of an answer")
     sampling.add_argument("--stop-token-ids", **several, type=int, metavar="N", help="tokens that end an answer")
     sampling.add_argument("--bad-words", **several, metavar="TEXT", help="texts that an answer must not have")
     help = "added to logits: '{\"1234\": -100}' (token id, number)"
     sampling.add_argument("--logit-bias", type=_json, metavar="JSON", help=help)
+    help = "objects of the JSON schema may have other keys than their properties, as in the standard"
+    sampling.add_argument("--additional-properties", action="store_true", default=None, help=help)
     form = sampling.add_mutually_exclusive_group()
     form.add_argument("--json-schema", type=_schema, metavar="JSON", help="the form of all answers; or a file of it")
     form.add_argument("--regex", metavar="TEXT", help="a regular expression that all answers match")
@@ -175,6 +180,10 @@ def _run_batch(options: argparse.Namespace) -> int:
     for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar")):
         if name in given:
             given["structured_outputs"] = {key: given.pop(name)}
+    if given.pop("additional_properties", None):
+        if "json" not in given.get("structured_outputs", {}):
+            options.parser.error("argument --additional-properties: needs --json-schema")
+        given["structured_outputs"]["additional_properties"] = True
     try:
         with sigterm_as_interrupt():  # Imports take seconds.
             from nanovllm.jobs import check_batch, run_batch
@@ -316,7 +325,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument(
         "--chat-template", type=_file, metavar="FILE", help="a Jinja template instead of the tokenizer's"
     )
-    split_help = "give what a model thinks before </think> as reasoning_content (and reasoning), apart from the content"
+    split_help = "give what a model thinks as reasoning_content (and reasoning), apart from the content"
     parser.add_argument("--split-reasoning", action="store_true", help=split_help)
     calls_help = "give calls of a request's tools as tool_calls, apart from the content"
     parser.add_argument("--split-tool-calls", action="store_true", help=calls_help)

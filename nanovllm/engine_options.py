@@ -47,6 +47,12 @@ def _quantizations() -> list[str]:
     return list(QUANTIZATIONS)
 
 
+def _chat_formats() -> list[str]:
+    from nanovllm.engine.text.formats.all_formats import FORMATS  # `--help` needs none of them.
+
+    return list(FORMATS)
+
+
 def _is_feature(value: Any) -> bool:
     return isinstance(getattr(value, "option", None), str) and hasattr(value, "edit_logits")
 
@@ -88,6 +94,7 @@ _DEVICE = Rule(
 _QUANTIZATION = Rule(
     lambda name: name in _quantizations(), lambda name: f"None or one of {', '.join(_quantizations())}"
 )
+_CHAT_FORMAT = Rule(lambda name: name in _chat_formats(), lambda name: f"None or one of {', '.join(_chat_formats())}")
 _DTYPE = one_of("auto", "bfloat16", "float16", "float32", "half", "float")
 _MIXED_ROWS = together(
     lambda options: is_int(options.mixed_step_rows, 0, _most_mixed_rows(options)),
@@ -180,6 +187,9 @@ class EngineOptions:
     use_tqdm: bool = _speed_option(True, "show the progress of the start", FLAG)
     tokenizer: Any = _option(
         None, "a directory or hub id of another tokenizer than the model's", Rule(_is_name, "a name, or None"), _IF_USED
+    )
+    chat_format: str | None = _option(
+        None, "how the model marks what it thinks and calls: harmony, qwen_json, ...; by default found", _CHAT_FORMAT
     )
     revision: str | None = _option(None, "branch, tag or commit of the hub id", _REVISION)
     hf_config: Any = _option(None, "a transformers configuration instead of the model's", _HF_CONFIG)

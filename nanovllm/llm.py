@@ -5,6 +5,7 @@ import os
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from functools import cached_property
 from itertools import chain
 from typing import Any, cast
 
@@ -20,13 +21,13 @@ from nanovllm.engine.text.chat import (
     as_tools,
     misplaced_chat_option,
 )
-from nanovllm.engine.text.harmony import with_channels
+from nanovllm.engine.text.formats.all_formats import find_format
+from nanovllm.engine.text.formats.answers import AnswerFormat, add_parts
 from nanovllm.engine.text.outputs import RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
 from nanovllm.engine.text.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
-from nanovllm.engine.text.reasoning import add_reasoning, goes_on_reasoning, opens_reasoning
+from nanovllm.engine.text.reasoning import goes_on_reasoning
 from nanovllm.engine.text.streaming import PromptFeed, new_deltas
-from nanovllm.engine.text.tool_calls import add_tool_calls
 from nanovllm.models.loader import TensorFacts, checked_tensors
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
@@ -74,11 +75,10 @@ class LLM(LLMEngine):
                 add_generation_prompt=False.
             tools: functions that the model may call, for the template: OpenAI's schemas, or Python functions with type
                 hints and a docstring in Google's style.
-            split_reasoning: give results the keys reasoning and content, the parts of their text before and after
-                </think>, or those in the channel analysis and in others. With channels (gpt-oss) their text has the
-                special tokens.
-            split_tool_calls: give results the keys content and tool_calls: what their text asks for between <tool_call>
-                and </tool_call>, in the form of a message's tool_calls, and the rest of it.
+            split_reasoning: give results the keys reasoning and content: what the model thinks, and what it says. Where
+                the tags of the model's format are special tokens, as those of gpt-oss are, the text has them.
+            split_tool_calls: give results the keys content and tool_calls: what the model calls, in the form of a
+                message's tool_calls, and the rest of the text.
 
         Returns:
             One RequestOutput for each conversation.
@@ -108,16 +108,15 @@ class LLM(LLMEngine):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        if split_reasoning:
-            sampling_params = with_channels(self.tokenizer, sampling_params)
-        outputs = self.generate(prompts, sampling_params, use_tqdm)
-        if split_reasoning:
-            for conversation, prompt, output in zip(conversations, prompts, outputs, strict=True):
-                is_continued = continue_final_message and goes_on_reasoning(conversation[-1])
-                add_reasoning(output, is_continued or opens_reasoning(self.tokenizer, prompt))
-        if split_tool_calls:
-            for output in outputs:
-                add_tool_calls(output, as_tools(tools) or ())
+        answers = self.answer_format(chat_template) if split_reasoning or split_tool_calls else None
+        if answers is None:
+            return self.generate(prompts, sampling_params, use_tqdm)
+        outputs = self.generate(prompts, answers.with_tags(sampling_params), use_tqdm)
+        schemas = (as_tools(tools) or ()) if split_tool_calls else None
+        for conversation, prompt, output in zip(conversations, prompts, outputs, strict=True):
+            is_continued = continue_final_message and goes_on_reasoning(conversation[-1], answers.format)
+            is_open = is_continued or answers.opens_reasoning(prompt)
+            add_parts(output, answers, is_open, split_reasoning, schemas)
         return outputs
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
@@ -375,6 +374,22 @@ class LLM(LLMEngine):
         if self.tokenizer is None:
             raise ValueError("get_tokenizer(): there is no tokenizer, because skip_tokenizer_init is set")
         return self.tokenizer
+
+    def answer_format(self, chat_template: str | os.PathLike[str] | None = None) -> AnswerFormat:
+        """How the model's answers are written, by `chat_format` or found with a chat template.
+
+        chat_template: as in chat. Raises ValueError with skip_tokenizer_init, or if this is no template.
+        """
+        template = self.prompt_encoder.template_text(chat_template)
+        if template not in self._answer_formats:
+            found = find_format(self.get_tokenizer(), template, self.config.chat_format)
+            self._answer_formats[template] = AnswerFormat(self.tokenizer, found)
+        return self._answer_formats[template]
+
+    @cached_property
+    def _answer_formats(self) -> dict[str, AnswerFormat]:
+        """By the text of their template."""
+        return {}
 
     @property
     def prompt_encoder(self) -> PromptEncoder:

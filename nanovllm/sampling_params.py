@@ -152,6 +152,10 @@ _INDEX = _integer(-MAX_INT32, MAX_INT32, "an integer in -2**31 + 1..2**31 - 1")
 _WITH_PROMPT_LOGPROBS = together(
     lambda params: params.prompt_logprobs is not None, "0 where prompt_logprobs is not given"
 )
+_END_TEXT = Rule(lambda text: isinstance(text, str) and text.encode() is not None, "a text")
+_WITH_BUDGET = together(
+    lambda params: params.thinking_token_budget is not None, "'' where thinking_token_budget is not given"
+)
 _FORM = Rule(lambda value: isinstance(value, StructuredOutputsParams), "StructuredOutputsParams", _as_python)
 _TEXTS = _all(_is_text, "a text or a list of texts, none of them empty", _as_texts)
 _TOKEN_IDS = _all(_is_token_id, "a list of one or more token ids >= 0, or None", is_filled=True)
@@ -203,6 +207,10 @@ class StructuredOutputsParams:
         None,
         Rule(lambda text: isinstance(text, str) and text.encode() is not None, "a regular expression, or None"),
         together(lambda form: form.json is not None, "None where json is not given"),
+    )
+    # With json: objects that do not say whether they take other keys than their properties do so, as in the standard.
+    additional_properties: bool = option(
+        False, _FLAG, together(lambda form: form.json is not None, "False where json is not given")
     )
 
     def __post_init__(self) -> None:
@@ -261,7 +269,13 @@ class SamplingParams:
     # Of tokens in prompt or completion (arXiv:1909.05858); 1 changes nothing.
     repetition_penalty: float = option(1.0, _number(MIN_FLOAT, MAX_FLOAT, f"a {_FINITE} (1 is none)"))
     skip_special_tokens: bool = option(True, _FLAG)  # leave them out of the text
-    structured_outputs: StructuredOutputsParams | None = option(None, _FORM)  # the form that the completion must have
+    # The form that the completion must have; of a model that thinks, what follows the thinking.
+    structured_outputs: StructuredOutputsParams | None = option(None, _FORM)
+    # Most tokens that a model thinks: then the tag that ends its thinking is forced. 0 is no thinking; None no limit.
+    thinking_token_budget: int | None = option(
+        None, _integer(0, MAX_INT32, "an integer in 0..2**31 - 1, or None", none=True)
+    )
+    thinking_end_text: str = option("", _END_TEXT, _WITH_BUDGET)  # forced before that tag
     # Token id -> number; kept as pairs.
     logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = option((), _BIASES, _EACH_TOKEN_ONCE)
     allowed_token_ids: Collection[int] | None = option(None, _TOKEN_IDS)  # the only tokens that may be sampled

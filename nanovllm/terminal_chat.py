@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm.engine.text.chat import Conversation
+from nanovllm.engine.text.formats.answers import AnswerFormat
 from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
 
@@ -40,6 +41,7 @@ def chat_in_terminal(
     SamplingParams(**(sampling or {}))  # A wrong option is found before the weights are loaded.
     with LLM(model, **{"max_num_seqs": 1} | options) as llm:
         params = replace(llm.get_default_sampling_params(), **{"max_tokens": None} | (sampling or {}))
+        answers = llm.answer_format()
         start: Conversation = [] if system is None else [{"role": "system", "content": system}]
         _render(
             llm, [*start, {"role": "user", "content": "a"}], chat_template_kwargs
@@ -64,11 +66,11 @@ def chat_in_terminal(
                     continue
             question = {"role": "user", "content": text}
             try:
-                answer = _answer(llm, _render(llm, [*conversation, question], chat_template_kwargs), params)
+                answer = _answer(llm, answers, _render(llm, [*conversation, question], chat_template_kwargs), params)
             except (ValueError, RuntimeError) as error:
                 print(f"{error}\n/clear forgets the conversation.", file=sys.stderr)
                 continue
-            conversation += [question, {"role": "assistant", "content": answer}]
+            conversation += [question, {"role": "assistant", **answer}]
 
 
 def _lines(is_terminal: bool) -> Iterator[str]:
@@ -89,18 +91,23 @@ def _render(llm: LLM, conversation: Conversation, chat_template_kwargs: dict[str
     return token_ids
 
 
-def _answer(llm: LLM, token_ids: list[int], params: SamplingParams) -> str:
-    """Print an answer as it comes. Returns its text, as far as it came before Ctrl-C."""
-    pieces, num_tokens, start = [], 0, time.perf_counter()
+def _answer(llm: LLM, answers: AnswerFormat, token_ids: list[int], params: SamplingParams) -> dict[str, str]:
+    """Print an answer as it comes. Returns its message, as far as it came before Ctrl-C."""
+    is_terminal = sys.stdout.isatty()
+    dim, plain = (_DIM, _PLAIN) if is_terminal else ("", "")
+    splitter = answers.splitter(is_open=answers.opens_reasoning(token_ids))
+    thought, content, num_tokens, start = "", "", 0, time.perf_counter()
     with suppress(KeyboardInterrupt):
-        for delta in llm.stream([token_ids], params):
-            pieces.append(delta["text"] or "")
-            num_tokens += len(delta["token_ids"])
-            print(delta["text"], end="", flush=True)
+        for delta in llm.stream([token_ids], answers.with_tags(params)):
+            reasoning, text, _ = splitter.push(delta["text"] or "", delta["token_ids"], delta.get("finish_reason"))
+            if text and thought and not content:
+                print("\n")
+            thought, content, num_tokens = thought + reasoning, content + text, num_tokens + len(delta["token_ids"])
+            print(f"{dim}{reasoning}{plain}" if reasoning else "", text, sep="", end="", flush=True)
             if "error" in delta:
                 raise RuntimeError(delta["error"])
     seconds = time.perf_counter() - start
     print()
-    if sys.stdout.isatty():
+    if is_terminal:
         print(f"{_DIM}{num_tokens} tokens, {num_tokens / seconds:.0f} a second{_PLAIN}")
-    return "".join(pieces)
+    return {"content": content} | ({"reasoning_content": thought} if thought else {})

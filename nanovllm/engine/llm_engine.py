@@ -19,6 +19,7 @@ from nanovllm.engine.request_order import longest_first
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start.schedulers import make_scheduler
 from nanovllm.engine.step import Step
+from nanovllm.engine.text.formats.all_formats import end_tokens
 from nanovllm.engine.text.outputs import EngineStats, RequestOutput, engine_stats
 from nanovllm.engine.text.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.text.results import Results
@@ -67,8 +68,8 @@ class LLMEngine:
         start = time.perf_counter()
         self.config = config = Config(model, **options)
         self.tokenizer = None if config.skip_tokenizer_init else load_tokenizer(config.model, config.tokenizer)
-        if self.tokenizer is not None and "eos" not in options and self.tokenizer.eos_token_id is not None:
-            config.add_eos([self.tokenizer.eos_token_id], "tokenizer")
+        if self.tokenizer is not None and "eos" not in options:
+            config.add_eos(end_tokens(self.tokenizer, config.chat_format), "tokenizer")
         ranks = Workers(config) if config.tensor_parallel_size > 1 else Ranks()
         self.model_runner = ModelRunner(config, 0, ranks)
         self.ps, self.events = ranks.processes, ranks.events

@@ -16,6 +16,7 @@ from nanovllm.config import Config
 from nanovllm.engine.batch_sizes import graph_batch_sizes, mixed_batch_sizes
 from nanovllm.engine.features.logits.logit_steps import LogitSteps
 from nanovllm.engine.features.logits.logprobs import prompt_rows
+from nanovllm.engine.features.logits.thinking import reads_tokens
 from nanovllm.engine.inputs import ModelInputs, padded_block_tables, send_prefill, write_prefill
 from nanovllm.engine.ranks.ranks import ENDED, Ranks, device_of_rank
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
@@ -263,7 +264,7 @@ class ModelRunner:
         rows = step.rows = Rows.of(step)
         if not all(map(_IS_PLAIN, step.seqs)):
             step.needs_logits = True
-            step.waits_for_tokens = self.rank == 0 and any(seq.request.is_constrained for seq in step.seqs)
+            step.waits_for_tokens = self.rank == 0 and any(map(reads_tokens, step.seqs))
             step.extras["prompt rows"] = prompt_rows(step.seqs) if step.is_prefill else []
         if step.is_prefill:
             write_prefill(step, rows, self.block_size, self.decode_inputs.columns)

@@ -27,12 +27,6 @@ class Request:
     stop_tokens: dict[int, str] = field(default_factory=dict)
     end_token_ids: frozenset[int] = frozenset()
 
-    @property
-    def is_constrained(self) -> bool:
-        """Whether the tokens that are allowed depend on the completion so far."""
-        reads_completion = self.logit_edits is not None and self.logit_edits.reads_completion
-        return reads_completion or self.params.structured_outputs is not None
-
 
 @dataclass(eq=False, slots=True)
 class Completion:
@@ -44,6 +38,7 @@ class Completion:
         text_stream: detokenizes token by token, for streams and stop strings.
         num_streamed_tokens: of the completion, in deltas.
         grammar: the engine.features.logits.structured.Grammar that it follows; None after its end.
+        thinking: the engine.features.logits.thinking.Thinking, if its form or its budget depends on it.
         logprobs: of each completion token its own log-probability, or where others are wanted {token id:
             log-probability}; None if the request does not ask for them.
         prompt_logprobs: likewise of the prompt's tokens, of a request's first sample only.
@@ -60,6 +55,7 @@ class Completion:
     text_stream: Any = None
     num_streamed_tokens: int = 0
     grammar: Any = None
+    thinking: Any = None
     logprobs: list[float | dict[int, float]] | None = None
     prompt_logprobs: list[dict[int, float] | None] | None = None
     first_needed_logits: int = sys.maxsize

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm import LLM, Config, check_options, find_tokenizer
+from nanovllm import LLM, AnswerFormat, Config, PromptEncoder, check_options, find_format, find_tokenizer
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadPlan
@@ -44,6 +44,7 @@ class Arguments:
         tokenizer: a directory or a hub id.
         block_size: tokens of a KV cache block.
         max_len: tokens of the longest sequence, at most; None if only the model's files say it.
+        chat_format: the name of the format of answers to chats; None: found.
     """
 
     def __init__(self, model: Model, options: Row, **of_lines: Any):
@@ -62,10 +63,12 @@ class Arguments:
             model.get_tokenizer()  # Raises if there is none.
             self.model_name, self.tokenizer = model.config.model, model.config.tokenizer
             self.block_size = model.config.kvcache_block_size
+            self.chat_format: str | None = model.config.chat_format
             self.max_len: int | None = model.scheduler.length_limit.max_seq_len
         else:
             self.model_name = os.fspath(model)
             self.tokenizer = os.fspath(self.engine_options.get("tokenizer") or model)
+            self.chat_format = self.engine_options.get("chat_format")
             self.block_size = self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
             self.max_len = self.engine_options.get("max_model_len", Config.max_model_len)
 
@@ -81,6 +84,7 @@ class Arguments:
             self.block_size,
             self.max_len,
             inputs.names,
+            self.chat_format,
         )
 
     def check_engine(self, is_elsewhere: bool) -> None:
@@ -107,9 +111,11 @@ class Arguments:
             )
 
     def responder(self) -> Responder:
+        load: Any = partial(find_tokenizer, self.tokenizer, self.engine_options.get("revision"))
         if isinstance(self.model, LLM):
-            return Responder(self.model_name, self.model.get_tokenizer)
-        return Responder(self.model_name, partial(find_tokenizer, self.tokenizer, self.engine_options.get("revision")))
+            load = self.model.get_tokenizer
+        template = self.line_format.chat_template
+        return Responder(self.model_name, load, partial(answer_format, template=template, name=self.chat_format))
 
     def engine(self) -> AbstractContextManager[LLM]:
         """The caller's, or a new one for the block."""
@@ -121,6 +127,12 @@ class Arguments:
         options: Row = {name: value for name, value in self.engine_options.items() if name not in _OF_SPEED}
         options |= self.line_format.sampling | self.line_format.given()
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
+
+
+def answer_format(tokenizer: Any, template: str | None, name: str | None, log: bool = True) -> AnswerFormat:
+    """How answers to chats are written. template: as LLM.chat takes it. name, log: find_format's."""
+    text = PromptEncoder(tokenizer).template_text(template)
+    return AnswerFormat(tokenizer, find_format(tokenizer, text, name, log))
 
 
 def line_bar(title: str, use_tqdm: bool, total: int | None = None, initial: int = 0) -> tqdm:

@@ -133,7 +133,10 @@ class GenerateActor:
         self._responder = self._arguments.responder()
         self._engine = start_engine(self._arguments, num_threads, _end_process)
         self._preparer = Preparer(
-            self._engine.llm.get_tokenizer(), self._arguments.line_format, self._arguments.max_len
+            self._engine.llm.get_tokenizer(),
+            self._arguments.line_format,
+            self._arguments.max_len,
+            self._arguments.chat_format,
         )
 
     @staticmethod

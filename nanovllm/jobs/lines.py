@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from nanovllm import Conversation, SamplingParams, as_conversations, split_reasoning
+from nanovllm import AnswerFormat, Conversation, SamplingParams, as_conversations
 from nanovllm.openai_format import openai_batch
 from nanovllm.openai_format.request_names import (
     CHAT_OPTIONS,
@@ -280,7 +280,7 @@ def id_bytes(line_id: LineId) -> bytes:
 def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], responder: openai_batch.Responder) -> Row:
     """A row of output. output: the RequestOutput."""
     if line.opens_reasoning is not None:
-        output = _split(output, line.opens_reasoning)
+        output = _split(output, responder.answers, line.opens_reasoning)
     if line.openai is not None:
         return responder.answer(line.openai, line_id, output, line.params.logprobs)
     samples = output.get("samples") or [output]
@@ -298,11 +298,13 @@ def _answer(sample: Mapping[str, Any]) -> Row:
     return row | {"reasoning": sample["reasoning"]} if "content" in sample else row
 
 
-def _split(output: Mapping[str, Any], is_open: bool) -> Row:
-    """The result with `reasoning` and `content`, and so its samples. is_open: as ReasoningSplitter's."""
-    split = {"samples": [_split(sample, is_open) for sample in output["samples"]]} if "samples" in output else {}
-    reasoning, content = split_reasoning(output["text"], is_open)
-    return {**output, **split, "reasoning": reasoning, "content": content}
+def _split(output: Mapping[str, Any], answers: AnswerFormat, is_open: bool) -> Row:
+    """The result with `reasoning` and `content`, and so its samples. is_open: whether the prompt has begun it."""
+    samples = output.get("samples")
+    split = {} if samples is None else {"samples": [_split(sample, answers, is_open) for sample in samples]}
+    splitter = answers.splitter(is_open=is_open)
+    reasoning, content, _ = splitter.push(output["text"], output["token_ids"], output["finish_reason"])
+    return {**output, **split, "reasoning": reasoning if splitter.has_reasoning else None, "content": content}
 
 
 class Answered(NamedTuple):

@@ -12,13 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanovllm import PromptEncoder, find_tokenizer, opens_reasoning, with_channels
+from nanovllm import AnswerFormat, PromptEncoder, find_format, find_tokenizer
 from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.openai_format.request_names import ChatOptions
@@ -43,6 +44,7 @@ class ReadPlan(NamedTuple):
     block_size: int  # tokens of a KV cache block: prompts share whole blocks
     max_len: int | None  # tokens of the longest sequence, at most; None is unknown
     names: list[str] | None = None  # of the files, if they are not all of the job
+    chat_format: str | None = None  # of answers to chats; None: found
 
 
 class Prepared(NamedTuple):
@@ -59,10 +61,16 @@ class Prepared(NamedTuple):
 class Preparer:
     """Turns lines into requests: chat template and tokenizer, many lines at a time."""
 
-    def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None):
-        """max_len: tokens of the longest sequence, at most. None is unknown."""
-        self._tokenizer, self._format = tokenizer, line_format
+    def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None, chat_format: str | None = None):
+        """max_len: tokens of the longest sequence, at most. None is unknown. chat_format: of answers to chats."""
+        self._tokenizer, self._format, self._chat_format = tokenizer, line_format, chat_format
         self._encoder = PromptEncoder(tokenizer, max_len)
+
+    @cached_property
+    def _answers(self) -> AnswerFormat:
+        template = self._encoder.template_text(self._format.chat_template)
+        # The process that splits the answers says what is unknown.
+        return AnswerFormat(self._tokenizer, find_format(self._tokenizer, template, self._chat_format, log=False))
 
     def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
         """Raises nothing: what is wrong with a line is its error."""
@@ -78,8 +86,8 @@ class Preparer:
                 is_wrong = isinstance(prompt, Exception)
                 result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())
                 if self._format.split_reasoning and line.is_chat and isinstance(result, Line):
-                    params = with_channels(self._tokenizer, line.params)
-                    result = result._replace(opens_reasoning=opens_reasoning(self._tokenizer, prompt), params=params)
+                    params = self._answers.with_tags(line.params)
+                    result = result._replace(opens_reasoning=self._answers.opens_reasoning(prompt), params=params)
             outcome = (result, None) if isinstance(result, Line) else (None, str(result))
             prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
         return prepared
@@ -101,7 +109,8 @@ class Preparer:
 
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     """Small batches of all lines. Raises ValueError for a damaged file."""
-    preparer = Preparer(find_tokenizer(plan.tokenizer, plan.revision), plan.line_format, plan.max_len)
+    tokenizer = find_tokenizer(plan.tokenizer, plan.revision)
+    preparer = Preparer(tokenizer, plan.line_format, plan.max_len, plan.chat_format)
     inputs = Inputs(plan.paths, plan.names, plan.line_format.id_column)
     raw_lines = enumerate(line for _, line in inputs.lines(plan.is_done))
     for window in _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES):

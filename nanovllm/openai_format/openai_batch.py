@@ -7,6 +7,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 from uuid import uuid4
 
+from nanovllm import AnswerFormat, find_format
 from nanovllm.openai_format.request_names import Row
 from nanovllm.utils.checks import require
 
@@ -53,6 +54,10 @@ def read_request(row: Row) -> tuple[Kind, Any, Row]:
     return kind, prompt, given
 
 
+def find_answers(tokenizer: Any) -> AnswerFormat:
+    return AnswerFormat(tokenizer, find_format(tokenizer))
+
+
 class Responder:
     """What answers in OpenAI's format need beside the outputs.
 
@@ -60,10 +65,21 @@ class Responder:
         model: the name that they give.
     """
 
-    def __init__(self, model: str, load_tokenizer: Callable[[], Any]):
-        """load_tokenizer: called with the first answer that has log-probabilities."""
+    def __init__(
+        self, model: str, load_tokenizer: Callable[[], Any], find_answers: Callable[[Any], Any] = find_answers
+    ):
+        """
+        Args:
+            load_tokenizer: called when the first answer needs it.
+            find_answers: makes the AnswerFormat of a tokenizer.
+        """
         self.model = model
-        self._load_tokenizer = load_tokenizer
+        self._load_tokenizer, self._find_answers = load_tokenizer, find_answers
+
+    @cached_property
+    def answers(self) -> AnswerFormat:
+        """How the model's answers to chats are written."""
+        return self._find_answers(self._load_tokenizer())
 
     def answer(self, kind: Kind, line_id: Any, output: Any, num_logprobs: int | None) -> Row:
         """A line of output. output: the RequestOutput. num_logprobs: the request's `logprobs`."""

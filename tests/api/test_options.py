@@ -128,6 +128,7 @@ class Feature:
 
 
 FEATURE = Feature()
+CHAT_FORMATS = "harmony", "gemma4", "mistral", "qwen_xml", "qwen_json", "llama3_json", "think", "plain"
 MODEL_LEN = 40960  # of the published shape
 OF_CONFIG = {
     "model": name("a directory or a hub id", ["Qwen3-0.6B"]),
@@ -190,6 +191,9 @@ OF_CONFIG = {
     "skip_tokenizer_init": flag(),
     "use_tqdm": flag(),
     "tokenizer": name("a name, or None", [None]),
+    "chat_format": choice(*CHAT_FORMATS, allowed=f"None or one of {', '.join(CHAT_FORMATS)}")._replace(
+        right=[None, *CHAT_FORMATS], wrong=["chatml", "", "Harmony", 5, True, ["harmony"], b"harmony"]
+    ),
     "revision": name("a name, or None", [None]),
     "hf_config": spec(
         "a transformers configuration, or None to read the model's",
@@ -246,6 +250,8 @@ OF_SAMPLING_PARAMS = {
     "repetition_penalty": float32(TINY, LARGEST, f"a {FINITE} (1 is none)"),
     "skip_special_tokens": flag(),
     "structured_outputs": spec("StructuredOutputsParams", [None, FORM], ["json", {"json": {}}, 1, True]),
+    "thinking_token_budget": integer(0, 2**31 - 1, "an integer in 0..2**31 - 1, or None", None),
+    "thinking_end_text": spec("a text", ["", "So."], [5, True, None, b"a", ["a"]], beside={"thinking_token_budget": 5}),
     "logit_bias": spec(
         BIASES,
         [(), ((0, -100.0), (5, 1.5), (2**31 - 1, 100.0))],
@@ -292,6 +298,7 @@ OF_STRUCTURED_OUTPUTS = {
     "whitespace_pattern": spec(
         "a regular expression, or None", ["", " ?", None], [5, True, b" ", [" "]], beside={"json": "{}"}
     ),
+    "additional_properties": flag(beside={"json": "{}"}),
 }
 OF_LINES = {
     "id_column": name("a column's name", ["id", "key"]),

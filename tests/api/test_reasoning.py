@@ -1,123 +1,20 @@
-"""Chat results split into what the model thinks and what it says: of whole texts, of streams, and by LLM.chat."""
+"""Chat results split into what the model thinks, says and calls, by LLM.chat and of streams. The formats have a file of
+their own, tests/engine/test_formats.py."""
 
 import re
 
 import pytest
 import transformers
-from channels import ANALYSIS, FINAL, let_it_say, make_channels_checkpoint
-from checkpoints import greedy, make_ascii_checkpoint, make_llm
+from channels import CALLS, HARMONY_CALLS, QWEN_CALLS, TOOLS, let_it_say, make_channels_checkpoint, make_qwen_checkpoint
+from checkpoints import edit_json, greedy, make_ascii_checkpoint, make_llm
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoTokenizer
 
-from nanovllm import (
-    LLM,
-    ReasoningSplitter,
-    SamplingParams,
-    StructuredOutputsParams,
-    opens_reasoning,
-    split_reasoning,
-    split_tool_calls,
-    with_channels,
-)
-
-TO_TOOL = "<|channel|>commentary to=functions.add <|constrain|>json<|message|>"
-CALL = '<tool_call>\n{"name": "add", "arguments": {}}\n</tool_call>'  # as Qwen3 writes it
-
-
-@pytest.mark.parametrize(
-    ("text", "is_open", "reasoning", "content"),
-    [
-        ("<think>\nTwo and two.\n</think>\n\nFour.", False, "Two and two.", "Four."),
-        ("Two and two.\n</think>\n\nFour.\n", True, "Two and two.", "Four.\n"),
-        ("\n<think>a</think>b", False, "a", "b"),
-        ("<think>\n\n</think>\n\nFour.", False, "", "Four."),
-        ("<think>Two and two ", False, "Two and two", ""),  # ended by max_tokens
-        ("Two and </thi", True, "Two and </thi", ""),
-        ("<think>a</think> \n", False, "a", ""),
-        ("", True, "", ""),
-        ("", False, None, ""),
-        (" Four.\n", False, None, " Four.\n"),
-        ("<thinking> is a tag", False, None, "<thinking> is a tag"),
-        ("<thi", False, None, "<thi"),
-        ("Say <think>a</think>", False, None, "Say <think>a</think>"),
-        ("a</think>b", False, None, "a</think>b"),
-        ("<think>a<think>b</think>c</think>d", False, "a<think>b", "c</think>d"),
-        (f"{ANALYSIS}Two and two.<|end|><|start|>assistant{FINAL}Four.<|return|>", False, "Two and two.", "Four."),
-        (f"{ANALYSIS}a<|end|><|start|>assistant{ANALYSIS}b<|end|><|start|>assistant{FINAL}c", False, "a\nb", "c"),
-        (f"{FINAL}Four.", False, None, "Four."),
-        (f"{ANALYSIS}Two and <|en", False, "Two and <|en", ""),  # ended by max_tokens
-        (f"{ANALYSIS}Two.<|end|><|start|>assistant<|channel|>fi", False, "Two.", ""),
-        (f"{ANALYSIS}Two.{FINAL}Four.", False, "Two.", "Four."),
-        (
-            f"{ANALYSIS}I add.<|end|><|start|>assistant{TO_TOOL}{{}}<|call|>",
-            False,
-            "I add.",
-            CALL,
-        ),
-        (  # the recipient before the channel, and a text for the user before the call
-            "<|channel|>commentary<|message|>Adding.<|end|><|start|>assistant to=functions.add<|channel|>commentary "
-            "<|constrain|>json<|message|>{}",
-            False,
-            None,
-            f"Adding.\n{CALL}",
-        ),
-        (f"{TO_TOOL}{{", False, None, CALL.replace("{}", "{")),
-        ("<|chan", False, None, "<|chan"),
-    ],
-)
-def test_whole_texts(text, is_open, reasoning, content):
-    assert split_reasoning(text, is_open) == (reasoning, content)
-
+from nanovllm import LLM, ReasoningSplitter, SamplingParams, StructuredOutputsParams, opens_reasoning, split_reasoning
 
 pieces = st.lists(
     st.sampled_from(["<think>", "</think>", "<", "</thi", "nk>", ">", " ", "\n", "a", "\u00a0é"]), max_size=9
 )
-
-
-@given(pieces, st.booleans(), st.data())
-def test_streams(parts, is_open, data):
-    """However the text is cut, a stream adds up to the parts of the whole, and takes nothing back."""
-    text = "".join(parts)
-    reasoning, content = split_reasoning(text, is_open)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    splitter = ReasoningSplitter(is_open)
-    found = ["", ""]
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        new = splitter.push(text[start:end], is_last=end == len(text) and start == (cuts[-1] if cuts else 0))
-        found = [before + added for before, added in zip(found, new, strict=True)]
-        assert (reasoning or "").startswith(found[0])
-        assert content.startswith(found[1])
-        assert not new[0] or not found[1] or new[1], "nothing is thought after the answer has begun"
-    rest = splitter.push("", is_last=True)
-    assert [found[0] + rest[0], found[1] + rest[1]] == [reasoning or "", content]
-    assert splitter.has_reasoning == (reasoning is not None)
-
-
-def test_calls_in_channels_are_tool_calls():
-    text = f"{ANALYSIS}I add.<|end|><|start|>assistant{TO_TOOL}" + '{"a": [1, "<b>"]}'
-    content, calls = split_tool_calls(split_reasoning(text)[1])
-    function = {"name": "add", "arguments": {"a": [1, "<b>"]}}
-    assert (content, calls) == ("", [{"type": "function", "function": function}])
-
-
-channel_pieces = st.lists(
-    st.sampled_from([ANALYSIS, FINAL, TO_TOOL, "<|end|>", "<|start|>assistant", "<|", "end", "|>", "<", "a", "b c"]),
-    max_size=8,
-)
-
-
-@given(channel_pieces, st.data())
-def test_streams_of_channels(parts, data):
-    """However the text is cut, a stream adds up to the parts of the whole."""
-    text = "".join((ANALYSIS, *parts))
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    splitter, found = ReasoningSplitter(), ["", ""]
-    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
-        found = [before + added for before, added in zip(found, splitter.push(text[start:end]), strict=True)]
-    rest = splitter.push("", is_last=True)
-    reasoning, content = split_reasoning(text)
-    assert [found[0] + rest[0], found[1] + rest[1]] == [reasoning, content]
 
 
 @given(pieces, st.booleans())
@@ -126,14 +23,6 @@ def test_the_parts_are_those_of_the_tags(parts, is_open):
     match = re.fullmatch(r"\s*<think>(.*?)(?:</think>(.*))?", "<think>" * is_open + text, re.DOTALL)
     expected = (None, text) if match is None else (match[1].strip(), (match[2] or "").lstrip())
     assert split_reasoning(text, is_open) == expected
-
-
-@given(st.text("ab <>/think", max_size=40), st.integers(1, 5))
-def test_text_comes_soon(text, size):
-    """What is held back is white space and the beginning of a tag."""
-    splitter = ReasoningSplitter(is_open=True)
-    given = "".join("".join(splitter.push(text[i : i + size])) for i in range(0, len(text), size))
-    assert len("".join(text.split())) - len("".join(given.split())) <= len("</think>")
 
 
 # -- LLM.chat ----------------------------------------------------------------------------------------------------------
@@ -247,10 +136,78 @@ def test_chats_of_a_model_with_channels(channels_path):
         assert "<|channel|>" not in output["text"]
 
 
-def test_only_models_with_channels_keep_their_special_tokens(channels_path, llm):
-    params = SamplingParams()
-    assert with_channels(llm.tokenizer, params) is params
-    tokenizer = AutoTokenizer.from_pretrained(channels_path)
-    assert not with_channels(tokenizer, params).skip_special_tokens
-    assert not with_channels(tokenizer, None).skip_special_tokens
-    assert [each.skip_special_tokens for each in with_channels(tokenizer, [params, params])] == [False, False]
+@pytest.mark.parametrize(
+    ("make", "written"), [(make_channels_checkpoint, HARMONY_CALLS), (make_qwen_checkpoint, QWEN_CALLS)]
+)
+def test_thinking_and_two_calls(make, written, tmp_path):
+    path = make(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=200)
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+        let_it_say(llm, CHAT, written, tools=TOOLS)
+        options = {"use_tqdm": False, "tools": TOOLS}
+        (output,) = llm.chat(CHAT, params, split_reasoning=True, split_tool_calls=True, **options)
+        assert (output["reasoning"], output["content"]) == ("ab", "cd")
+        assert [tuple(call["function"].values()) for call in output["tool_calls"]] == CALLS
+        (calls,) = llm.chat(CHAT, params, split_tool_calls=True, **options)
+        assert calls["tool_calls"] == output["tool_calls"]
+        assert "ab" in calls["content"]
+        assert "reasoning" not in calls
+        (thought,) = llm.chat(CHAT, params, split_reasoning=True, **options)
+        assert thought["reasoning"] == "ab"
+        assert CALLS[0][0] in thought["content"]
+        assert "tool_calls" not in thought
+        # A call that max_tokens cuts is content as written.
+        cut = SamplingParams(temperature=0, max_tokens=len(output["token_ids"]) - 6)
+        (output,) = llm.chat(CHAT, cut, split_reasoning=True, split_tool_calls=True, **options)
+        assert [call["function"]["name"] for call in output["tool_calls"]] == [CALLS[0][0]]
+        assert output["content"].startswith("cd")
+        assert output["text"].endswith(output["content"][3:])
+
+
+def test_a_call_ends_by_the_format(tmp_path):
+    """Without generation_config.json, and with a tokenizer and a config that know another end."""
+    path = make_channels_checkpoint(tmp_path)
+    (path / "generation_config.json").unlink(missing_ok=True)
+    edit_json(path / "config.json", eos_token_id=None)
+    edit_json(path / "tokenizer_config.json", eos_token=None)
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+        for end in ("<|call|>", "<|return|>"):
+            let_it_say(llm, CHAT, f"ab{end}cd")
+            (output,) = llm.chat(CHAT, SamplingParams(temperature=0, max_tokens=20), use_tqdm=False)
+            assert (output["text"], output["finish_reason"]) == ("ab", "stop")
+
+
+@pytest.mark.parametrize("stop", ["</tool_call>", "</function>"])
+def test_a_call_that_a_stop_string_ends(stop, tmp_path):
+    written = "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>"
+    path = make_qwen_checkpoint(tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=200, stop=stop)
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400, chat_format="qwen_xml") as llm:
+        let_it_say(llm, CHAT, written + "<|im_end|>", tools=TOOLS)
+        (output,) = llm.chat(CHAT, params, tools=TOOLS, split_tool_calls=True, use_tqdm=False)
+    calls = [tuple(call["function"].values()) for call in output["tool_calls"]]
+    if stop == "</tool_call>":
+        assert (calls, output["content"]) == ([("add", {"a": 1})], "")
+    else:  # Another parameter might have followed.
+        assert (calls, output["content"]) == ([], output["text"])
+
+
+def test_an_unknown_format_is_content_as_written(tmp_path, caplog):
+    path = make_ascii_checkpoint(tmp_path)
+    written = "<think>a</think>b"
+    options = {
+        "chat_template": "{% if tools %}{% endif %}{{ messages[0].content }}.",
+        "tools": TOOLS,
+        "use_tqdm": False,
+    }
+    options |= {"split_reasoning": True, "split_tool_calls": True}
+    for name, expected in ((None, (None, written)), ("think", ("a", "b"))):
+        with make_llm(path, skip_tokenizer_init=False, chat_format=name) as llm:
+            tokens = llm.tokenizer.encode(written)
+            let_it_say(llm, CHAT, written, len(llm.tokenizer.encode(CHAT[0]["content"] + ".")))
+            for _ in range(2):
+                (output,) = llm.chat(CHAT, greedy(len(tokens)), **options)
+                assert (output["reasoning"], output["content"], output["tool_calls"]) == (*expected, [])
+    assert len([record for record in caplog.records if "--chat-format" in record.message]) == 1
+    with pytest.raises(ValueError, match="chat_format='qwen': must be None or one of harmony"):
+        make_llm(path, chat_format="qwen")

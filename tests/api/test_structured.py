@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -338,3 +339,186 @@ def test_without_the_library_or_a_tokenizer(path, monkeypatch):
         with pytest.raises(ImportError, match=r"pip install llguidance"):
             llm.add_request([1], form(choice=["a"]))
         assert len(completions(run(llm, [[1]], greedy(2)))[0]) == 2
+
+
+INTEGER = {"type": "integer"}
+
+
+def keyed(*names: str, **more) -> dict:
+    """An object of integers, all of them required."""
+    return {"type": "object", "properties": dict.fromkeys(names, INTEGER), "required": list(names), **more}
+
+
+NODE = keyed(properties={"next": {"anyOf": [{"$ref": "#/$defs/Node"}, {"type": "null"}]}}, required=["next"])
+KEYS = {
+    "plain": (keyed("a"), ['{"a":1}'], ['{"a":1,"b":2}']),
+    "optional": ({"properties": {"a": INTEGER, "b": INTEGER}}, ["{}", '{"b":1}'], ['{"c":1}']),
+    "no keys": (keyed(), ["{}"], ['{"a":1}']),
+    "any object": ({"type": "object"}, ['{"a":1}', "{}"], []),
+    "required alone": ({"type": "object", "required": ["a"]}, ['{"a":1,"b":2}'], ["{}"]),
+    "required, not described": (
+        keyed("a", required=["b"]),
+        ['{"a":1,"b":[2]}', '{"b":3}'],
+        ['{"a":1}', '{"b":1,"c":1}'],
+    ),
+    "said so": (keyed("a", additionalProperties=True), ['{"a":1,"b":2}'], []),
+    "of strings": (keyed("a", additionalProperties={"type": "string"}), ['{"a":1,"b":"c"}'], ['{"a":1,"b":2}']),
+    "in an array": ({"type": "array", "items": keyed("a")}, ['[{"a":1}]'], ['[{"a":1,"b":2}]']),
+    "in a tuple": (
+        {"type": "array", "prefixItems": [keyed("a")], "items": False, "minItems": 1},
+        ['[{"a":1}]'],
+        ['[{"a":1,"b":2}]'],
+    ),
+    "of more objects": (
+        {"type": "object", "additionalProperties": keyed("a")},
+        ['{"x":{"a":1},"y":{"a":2}}'],
+        ['{"x":{"a":1,"b":2}}'],
+    ),
+    "by patterns": (
+        {"type": "object", "patternProperties": {"^x": INTEGER}, "properties": {"y": INTEGER}},
+        ['{"xa":1,"xb":2}', '{"y":1,"xa":2}'],
+        ['{"a":1}', '{"xa":"b"}'],
+    ),
+    "a reference": (
+        {"$ref": "#/$defs/A", "$defs": {"A": keyed("a")}, "description": "of A"},
+        ['{"a":1}'],
+        ['{"a":1,"b":2}'],
+    ),
+    "itself": (
+        {"$ref": "#/$defs/Node", "$defs": {"Node": NODE}},
+        ['{"next":{"next":null}}'],
+        ['{"next":{"next":null,"a":1}}', '{"next":null,"a":1}'],
+    ),
+    "the whole": (
+        keyed(properties={"in": {"anyOf": [{"$ref": "#"}, {"type": "null"}]}}, required=["in"]),
+        ['{"in":{"in":null}}'],
+        ['{"in":{"in":null,"a":1}}'],
+    ),
+    "any of": (
+        {"anyOf": [keyed("a"), keyed("b"), {"type": "null"}]},
+        ['{"a":1}', '{"b":1}', "null"],
+        ['{"a":1,"b":2}'],
+    ),
+    "any of, beside keys": (
+        {
+            "properties": {"a": INTEGER},
+            "anyOf": [{"required": ["a"]}, keyed("b"), {"$ref": "#/$defs/C"}],
+            "$defs": {"C": keyed("c")},
+        },
+        ['{"a":1}', '{"a":1,"b":2}', '{"b":2}', '{"a":1,"c":2}', '{"c":2}'],
+        ['{"a":1,"d":2}', '{"b":1,"c":2}', "{}"],
+    ),
+    "constants among keys": ({"properties": {"a": INTEGER}, "anyOf": [{"const": {"z": 1}}]}, ['{"z":1}'], ['{"a":1}']),
+    "one of": (
+        {
+            "oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}],
+            "discriminator": {"propertyName": "kind"},
+            "$defs": {
+                "A": keyed(properties={"kind": {"const": "a"}, "x": INTEGER}, required=["kind"]),
+                "B": keyed(properties={"kind": {"const": "b"}, "y": INTEGER}, required=["kind"]),
+            },
+        },
+        ['{"kind":"a","x":1}', '{"kind":"b","y":1}'],
+        ['{"kind":"a","y":1}'],
+    ),
+    "all of": (
+        {"allOf": [keyed("a"), keyed("b")]},
+        ['{"a":1,"b":2}'],
+        ['{"a":1}', '{"a":1,"b":2,"c":3}', '{"a":"x","b":2}'],
+    ),
+    "all of one": (
+        {"allOf": [{"$ref": "#/$defs/A"}], "default": {}, "$defs": {"A": keyed("a")}},
+        ['{"a":1}'],
+        ['{"a":1,"b":2}'],
+    ),
+    "all of what stands alone elsewhere": (
+        keyed(
+            properties={
+                "one": {"$ref": "#/$defs/A"},
+                "both": {"allOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]},
+            },
+            required=["one", "both"],
+            **{"$defs": {"A": keyed("a"), "B": keyed("b"), "variant-1": INTEGER}},
+        ),
+        ['{"one":{"a":1},"both":{"a":1,"b":2}}'],
+        ['{"one":{"a":1,"b":2},"both":{"a":1,"b":2}}', '{"one":{"a":1},"both":{"a":1,"b":2,"c":3}}'],
+    ),
+    "all of a recursion": (
+        {"allOf": [{"$ref": "#/$defs/Node"}, keyed("a")], "$defs": {"Node": NODE}},
+        ['{"next":{"next":null},"a":1}'],
+        ['{"next":{"next":null,"a":1},"a":1}', '{"next":null}'],
+    ),
+    "all of, and one says so": (
+        {"allOf": [keyed("a", additionalProperties=True), keyed("b")]},
+        ['{"a":1,"b":2,"c":3}'],
+        ['{"a":1}'],
+    ),
+    "a reference beside keys": (
+        {"$ref": "#/$defs/A", "properties": {"c": INTEGER}, "$defs": {"A": keyed("a")}},
+        ['{"a":1,"c":2}', '{"a":1}'],
+        ['{"a":1,"c":2,"d":3}'],
+    ),
+    "keys called as keywords": (
+        keyed(
+            properties={"properties": INTEGER, "format": {"enum": [{"format": "x"}]}}, required=["properties", "format"]
+        ),
+        ['{"properties":1,"format":{"format":"x"}}'],
+        ['{"properties":1,"format":{"format":"x"},"a":1}'],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEYS)
+def test_objects_take_no_keys_that_nobody_has_described(llm, name):
+    """Unless they say so, or the request does: that is the standard's meaning."""
+    schema, right, wrong = KEYS[name]
+    assert [text for text in right if not can_be(llm, text, json=schema)] == []
+    assert [text for text in wrong if can_be(llm, text, json=schema)] == []
+    assert [text for text in right if not can_be(llm, text, json=json.dumps(schema), additional_properties=True)] == []
+
+
+def test_the_standards_meaning(llm):
+    others = {"plain": 0, "optional": 0, "no keys": 0, "in an array": 0, "itself": 1, "all of": 1, "by patterns": 0}
+    for name, place in others.items():
+        schema, _, wrong = KEYS[name]
+        assert can_be(llm, wrong[place], json=schema, additional_properties=True), name
+    with pytest.raises(ValueError, match="additional_properties=True: must be False where json is not given"):
+        StructuredOutputsParams(regex="a", additional_properties=True)
+
+
+@pytest.mark.parametrize("name", ["binary", "path", "password", "iri", "json-pointer", "x-of-mine", "regex"])
+def test_formats_that_are_not_known_are_remarks(llm, name):
+    schema = {"type": "object", "properties": {"a": {"type": "string", "format": name}}, "required": ["a"]}
+    for each in (schema, {"$ref": "#/$defs/A", "$defs": {"A": schema}}, {"anyOf": [schema]}, {"allOf": [schema]}):
+        assert can_be(llm, '{"a":"any text"}', json=each)
+        assert can_be(llm, '{"a":"any text"}', json=each, additional_properties=True)
+    assert can_be(llm, "5", json={"type": "integer", "format": "int32"})
+    assert not can_be(llm, '"any text"', json={"type": "string", "format": "date"})
+    assert can_be(llm, '"2026-11-27"', json={"type": "string", "format": "date"})
+
+
+def test_pydantics_types_of_texts(llm):
+    pydantic = pytest.importorskip("pydantic")
+
+    class Account(pydantic.BaseModel):
+        password: pydantic.SecretStr
+        folder: Path
+        picture: bytes
+
+    text = '{"password":"x","folder":"/a","picture":"b"}'
+    assert can_be(llm, text, json=Account)
+    assert not can_be(llm, text[:-1] + ',"more":1}', json=Account)
+    Account.model_validate_json(text)
+
+
+def test_one_of_says_what_can_be_done(llm):
+    says = "cannot be enforced: oneOf: schemas of which exactly one may fit must exclude each other plainly.*use anyOf"
+    with pytest.raises(ValueError, match=says):
+        llm.generate([[1]], form(json={"oneOf": [{"type": "integer"}, {"type": "number"}]}), use_tqdm=False)
+
+
+def test_a_schema_that_is_nested_too_deeply(llm):
+    depth = 3000
+    schema = '{"items":' * depth + "{}" + "}" * depth
+    with pytest.raises(ValueError, match=r"cannot be enforced|is not JSON"):
+        llm.generate([[1]], form(json=schema), use_tqdm=False)

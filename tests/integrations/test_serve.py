@@ -14,7 +14,15 @@ from pathlib import Path
 
 import pytest
 import transformers
-from channels import ANALYSIS, ANSWER, let_it_say, make_channels_checkpoint
+from channels import (
+    CALLS,
+    HARMONY_CALLS,
+    QWEN_CALLS,
+    TOOLS,
+    let_it_say,
+    make_channels_checkpoint,
+    make_qwen_checkpoint,
+)
 from checkpoints import assert_idle, greedy, make_ascii_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
@@ -132,7 +140,7 @@ def test_reasoning_apart_from_the_content(path, is_open):
     form = "<think>\n" * (not is_open) + r"[a-z ]{30}\n</think>\n\n[a-z]{5}"
     options = {"temperature": 0.9, "max_tokens": 100, "seed": 2, "n": 2}
     options["extra_body"] = {"structured_outputs": {"regex": form}}
-    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400, chat_format="think") as llm:
         running = Running(
             llm,
             TEMPLATE.replace("<assistant>", "<assistant><think>\n" if is_open else "<assistant>"),
@@ -142,7 +150,10 @@ def test_reasoning_apart_from_the_content(path, is_open):
             whole = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
             parts = [*client.chat.completions.create(model=MODEL, messages=CHAT, **options, stream=True)]
             options["extra_body"] = {"structured_outputs": {"regex": "[a-z]{9}"}}
+            if is_open:
+                options["extra_body"] |= {"thinking_token_budget": 12, "thinking_end_text": " so"}
             plain = client.chat.completions.create(model=MODEL, messages=CHAT, **options)
+            pieces = [*client.chat.completions.create(model=MODEL, messages=CHAT, **options | {"n": 1}, stream=True)]
             text = client.completions.create(model=MODEL, prompt="a block", max_tokens=3)
         running.end()
     for choice in whole.choices:
@@ -155,42 +166,63 @@ def test_reasoning_apart_from_the_content(path, is_open):
         assert "".join(delta.content for delta in deltas) == message.content
         assert [delta.role for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
         assert len([delta for delta in deltas if getattr(delta, "reasoning", None)]) > 5, "as it comes"
-    if is_open:  # Whatever comes is thought until the tag that ends it.
-        assert (plain.choices[0].message.content, len(plain.choices[0].message.reasoning)) == ("", 9)
+    message = plain.choices[0].message
+    assert re.fullmatch("[a-z]{9}", message.content)
+    assert "".join(part.choices[0].delta.content for part in pieces) == message.content
+    if is_open:  # The form begins where the budget ends the thinking.
+        assert message.reasoning.endswith(" so")
     else:
-        assert len(plain.choices[0].message.content) == 9
-        assert not hasattr(plain.choices[0].message, "reasoning")
+        assert not hasattr(message, "reasoning")
     assert text.choices[0].text
 
 
-def test_channels_apart_from_the_content(tmp_path):
-    """Of gpt-oss: as reasoning and content, and a message to a tool as a call."""
-    to_tool = '<|start|>assistant<|channel|>commentary to=functions.add <|constrain|>json<|message|>{"a": 1}<|call|>'
-    answers = {ANSWER: ("cd", "stop"), f"{ANALYSIS}ab<|end|>{to_tool}<|return|>": ("", "tool_calls")}
-    tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
-    path = make_channels_checkpoint(tmp_path)
-    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+@pytest.mark.parametrize(
+    ("make", "written", "answer"),
+    [
+        (
+            make_channels_checkpoint,
+            HARMONY_CALLS,
+            "<|channel|>analysis<|message|>ef<|end|><|start|>assistant<|channel|>final<|message|>gh<|return|>",
+        ),
+        (make_qwen_checkpoint, QWEN_CALLS, "ef</think>gh<|im_end|>"),
+    ],
+    ids=["Harmony", "Qwen"],
+)
+def test_a_conversation_with_thinking_and_two_calls(make, written, answer, tmp_path):
+    path = make(tmp_path)
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=600) as llm:
         running = Running(llm, splits_reasoning=True, splits_tool_calls=True)
         try:
             with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=120) as client:
-                for answer, (content, finish_reason) in answers.items():
-                    let_it_say(llm, CHAT, answer)
-                    options = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 100, "tools": tools}
-                    (choice,) = client.chat.completions.create(**options).choices
-                    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(stream=True, **options)]
-                    deltas = [chunk.delta for chunk in chunks]
-                    assert choice.message.reasoning_content == "ab"
-                    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == "ab"
-                    assert (choice.message.content or "", choice.finish_reason) == (content, finish_reason)
-                    assert "".join(delta.content or "" for delta in deltas) == content
-                    assert chunks[-1].finish_reason == finish_reason
-                    calls = [call.function for call in choice.message.tool_calls or ()]
-                    parts = [part.function for delta in deltas for part in delta.tool_calls or ()]
-                    expected = [] if content else [("add", '{"a": 1}')]
-                    assert [(each.name, each.arguments) for each in calls] == expected
-                    assert [(each.name, each.arguments) for each in parts] == expected
+                options = {"model": MODEL, "temperature": 0, "max_tokens": 200, "tools": TOOLS}
+                let_it_say(llm, CHAT, written, tools=TOOLS)
+                message = ask_both_ways(client, CHAT, "tool_calls", **options)
+                assert (message.reasoning_content, message.content) == ("ab", "cd")
+                calls = [(call.function.name, json.loads(call.function.arguments)) for call in message.tool_calls]
+                assert calls == CALLS
+                results = [{"role": "tool", "tool_call_id": call.id, "content": "2"} for call in message.tool_calls]
+                messages = [*CHAT, message.model_dump(exclude_none=True), *results]
+                let_it_say(llm, messages, answer, tools=TOOLS)
+                message = ask_both_ways(client, messages, "stop", **options)
+                assert (message.reasoning_content, message.content, message.tool_calls) == ("ef", "gh", None)
         finally:
             running.end()
+
+
+def ask_both_ways(client, messages, finish_reason, **options):
+    """The message that answers a chat. A stream of it adds up to the same."""
+    (choice,) = client.chat.completions.create(messages=messages, **options).choices
+    chunks = [chunk.choices[0] for chunk in client.chat.completions.create(messages=messages, stream=True, **options)]
+    deltas, message = [chunk.delta for chunk in chunks], choice.message
+    assert (choice.finish_reason, chunks[-1].finish_reason) == (finish_reason, finish_reason)
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas) == message.reasoning_content
+    assert "".join(delta.content or "" for delta in deltas) == (message.content or "")
+    parts = [part for delta in deltas for part in delta.tool_calls or ()]
+    assert [part.index for part in parts] == list(range(len(message.tool_calls or ())))
+    assert [part.function.model_dump() for part in parts] == [
+        call.function.model_dump() for call in message.tool_calls or ()
+    ]
+    return message
 
 
 def test_completions_of_several_prompts_and_samples(client, expected):
@@ -266,7 +298,7 @@ def test_tool_calls_apart_from_the_content(path, splits_reasoning):
     template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if tools %}.{% endif %}"
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     regex = "[a-z]{5}" + re.escape(CALL) * 2
-    with make_llm(path, skip_tokenizer_init=False, max_model_len=400) as llm:
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400, chat_format="qwen_json") as llm:
         running = Running(llm, template, splits_reasoning=splits_reasoning, splits_tool_calls=True)
         try:
             with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=120) as client:

@@ -11,10 +11,11 @@ from nanovllm.jobs import GenerateActor, check_batch, run_batch
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}\n{% endfor %}{{ tag }}"
+TEMPLATE = "{% for message in messages %}{{ message.content.split('</think>')[-1] }}\n{% endfor %}{{ tag }}"
 MESSAGES = [{"role": "user", "content": "a block"}]
 WHOLE = {"guided_regex": "<think>[a-z]{9}</think> [a-z]{5}"}
 OPENED = {"guided_regex": "[a-z]{9}</think> [a-z]{5}", "chat_template_kwargs": {"tag": "<think>\n"}}
+BUDGET = {"guided_regex": "[a-z]{5}", "thinking_token_budget": 6, "chat_template_kwargs": {"tag": "<think>\n"}}
 LINES = [
     {"id": "opened", "messages": MESSAGES, "reasoning": "mine", "content": "mine too", **OPENED},
     {"id": "whole", "messages": MESSAGES, "temperature": 0.9, "n": 2, **WHOLE},
@@ -22,6 +23,8 @@ LINES = [
     {"id": "text", "prompt": "a block", **WHOLE},
     {"custom_id": "openai", "body": {"messages": MESSAGES, **WHOLE}},
     {"custom_id": "openai opened", "body": {"messages": MESSAGES, **OPENED}},
+    {"id": "budget", "messages": MESSAGES, **BUDGET},
+    {"custom_id": "openai budget", "body": {"messages": MESSAGES, **BUDGET}},
 ]
 OPTIONS = {"split_reasoning": True, "chat_template": TEMPLATE, "temperature": 0, "max_tokens": 80}
 
@@ -36,7 +39,7 @@ def test_rows_of_a_job(llm, tmp_path):
     file = write_lines(tmp_path / "prompts.jsonl", LINES)
     assert check_batch(file, llm, use_tqdm=False, **OPTIONS).num_failed == 0
     summary = run_batch(file, tmp_path / "answers", llm, use_tqdm=False, **OPTIONS)
-    assert (summary.num_answered, summary.num_failed) == (6, 0)
+    assert (summary.num_answered, summary.num_failed) == (8, 0)
     rows = {
         row.get("id") if "response" not in row else row["custom_id"]: row for row in read_folder(tmp_path / "answers")
     }
@@ -53,6 +56,11 @@ def test_rows_of_a_job(llm, tmp_path):
         (choice,) = rows[name]["response"]["body"]["choices"]
         assert_split(choice["message"], "content")
         assert choice["message"]["reasoning_content"] == choice["message"]["reasoning"]
+    # The form begins where the budget ends the thinking.
+    (choice,) = rows["openai budget"]["response"]["body"]["choices"]
+    for answer, text in ((rows["budget"], "text"), (choice["message"], "content")):
+        assert re.fullmatch("[a-z]{5}", answer[text])
+        assert answer["reasoning"]
     with pytest.raises(ValueError, match="split_reasoning"):
         run_batch(file, tmp_path / "answers", llm, use_tqdm=False, **OPTIONS | {"split_reasoning": False})
 

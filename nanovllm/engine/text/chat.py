@@ -242,6 +242,14 @@ class TemplateRenderer:
                 raise ValueError(f"conversation {i}: {error}") from error
         return texts
 
+    def template_text(self, chat_template: Template | None) -> str:
+        """The text of a template as `render` takes it: of all of the tokenizer's, if it has several."""
+        own = getattr(self._tokenizer, "chat_template", None)
+        template = _read_template(chat_template, own)
+        if isinstance(own, dict):
+            return "\n".join(own.values()) if template is None else own.get(template, template)
+        return (own or "") if template is None else template
+
     def _render(self, conversation: Conversation, options: Variables) -> str:
         """Raises ValueError."""
         try:

@@ -96,6 +96,10 @@ class PromptEncoder:
             raise ValueError(str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")) from error
         return token_ids
 
+    def template_text(self, chat_template: Template | None = None) -> str:
+        """The text of a chat template, as chat() takes it; "" if there is none. Raises ValueError or TypeError."""
+        return self._renderer.template_text(chat_template)
+
     def check_text(self, text: str) -> None:
         """Raises ValueError for a text that cannot be tokenized, or whose beginning alone has more than twice max_len
         tokens. Only twice, because the end of a beginning may have fewer tokens as a part of the whole text.

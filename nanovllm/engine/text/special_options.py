@@ -1,5 +1,6 @@
 """What some requests ask for beside a temperature and a length: stop strings, edits of logits, grammars."""
 
+from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
@@ -7,8 +8,10 @@ from typing import TYPE_CHECKING, cast
 from nanovllm.config import Config
 from nanovllm.engine.features.logits.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.features.logits.structured import Grammars
+from nanovllm.engine.features.logits.thinking import Thinking
 from nanovllm.engine.text.detokenizer import Detokenizer
 from nanovllm.engine.text.text_stream import StopStrings
+from nanovllm.engine.text.thinking import ThinkingReader
 from nanovllm.layers.sampling.token_masks import unpack_mask
 from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 from nanovllm.utils.checks import quoted
@@ -44,6 +47,8 @@ class SpecialOptions:
         self._vocab_size, self._eos = config.hf_config.vocab_size, config.eos
         self._features = {feature.option: feature for feature in config.features}
         self._grammars: Grammars | None = None
+        self._thinking: ThinkingReader | None = None
+        self._config = config
         self._logit_edits: SizedCache[SamplingParams, LogitEdits] = SizedCache(
             self._make_logit_edits, lambda params, edits: edits.num_bytes, _MAX_LOGIT_EDITS_BYTES
         )
@@ -78,19 +83,31 @@ class SpecialOptions:
             # Requests of a batch differ in little else.
             edits = self._logit_edits.get(params if params.seed is None else replace(params, seed=None))
         form = params.structured_outputs
-        grammars = None if form is None else self._read_form(form, params.min_tokens)
+        grammars = None if form is None else self._read_form(form)
         return params, Special(stop_tokens, stop_strings, edits, grammars)
 
-    def _read_form(self, form: StructuredOutputsParams, min_tokens: int) -> Grammars:
+    def start_thinking(self, tokens: array, params: SamplingParams, special: Special) -> Thinking | None:
+        """What the samples of a prompt begin with, if their form or their budget depends on their thinking. params,
+        special: as read. Raises ValueError for what cannot be followed."""
+        form = params.structured_outputs
+        if self._thinking is None:
+            if self._tokenizer is None or self._detokenizer is None:
+                raise ValueError("thinking_token_budget: needs the model's tokenizer, but skip_tokenizer_init is set")
+            self._thinking = ThinkingReader(self._config, self._tokenizer, self._detokenizer)
+        thinking = self._thinking.start(tokens, params, special.logit_edits)
+        if thinking is None and form is not None and form.choice is not None:
+            longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
+            if params.min_tokens > longest:
+                text = f"the longest choice has no more than {longest} tokens"
+                raise ValueError(f"min_tokens={params.min_tokens}: {text}")
+        return thinking
+
+    def _read_form(self, form: StructuredOutputsParams) -> Grammars:
         if self._tokenizer is None:
             raise ValueError("structured_outputs: need the model's tokenizer, but skip_tokenizer_init is set")
         if self._grammars is None:
             self._grammars = Grammars(self._tokenizer, self._vocab_size, self._eos)
         self._grammars.start(form)
-        if form.choice is not None and min_tokens > 0:
-            longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
-            if min_tokens > longest:
-                raise ValueError(f"min_tokens={min_tokens}: the longest choice has no more than {longest} tokens")
         return self._grammars
 
     def _check_vocabulary(self, name: str, token_ids: Iterable[int]) -> None:

@@ -1,11 +1,11 @@
 """One call of OpenAI's API: from its body to a submission, and from the submission's events to its answer."""
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from uuid import uuid4
 
-from nanovllm import ReasoningSplitter, StreamDelta, ToolCallSplitter, split_reasoning, split_tool_calls
+from nanovllm import AnswerFormat, AnswerSplitter, StreamDelta
 from nanovllm.integrations.serving.engine_loop import Submission
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
 from nanovllm.openai_format.request_names import Row, make_params, read_parameters
@@ -24,10 +24,23 @@ class Call:
         streams: whether the answer is sent in parts.
     """
 
-    def __init__(self, kind: Kind, body: Row, splits_reasoning: bool = False, splits_tool_calls: bool = False):
-        """splits_reasoning: of chats; splits_tool_calls: of chats with tools. Raises ValueError or TypeError with what
-        cannot be served."""
-        self._kind = kind
+    def __init__(
+        self,
+        kind: Kind,
+        body: Row,
+        answers: AnswerFormat,
+        splits_reasoning: bool = False,
+        splits_tool_calls: bool = False,
+    ):
+        """
+        Args:
+            answers: how the model writes them.
+            splits_reasoning: of chats.
+            splits_tool_calls: of chats with tools.
+
+        Raises ValueError or TypeError with what cannot be served.
+        """
+        self._kind, self._answers = kind, answers
         self._splits_reasoning = splits_reasoning and kind == CHAT
         body = {name: value for name, value in body.items() if value is not None}
         self.streams = body.pop("stream", False)
@@ -53,7 +66,7 @@ class Call:
         self.submission = Submission(
             [prompt] if prompts is None else prompts, params, chat_options if kind == CHAT else None
         )
-        self.submission.splits_reasoning = self._splits_reasoning
+        self.submission.splits_answers = self._splits_reasoning or self._tools is not None
 
     async def accepted(self) -> int:
         """The number of prompt tokens, when the engine has them all. Raises ValueError or TypeError if it refuses one,
@@ -80,17 +93,28 @@ class Call:
             sample["token_ids"] += delta["token_ids"]
             sample["logprobs"] += delta["logprobs"] or []
             sample["finish_reason"] = delta["finish_reason"]
-        if self._splits_reasoning:
+        if self.submission.splits_answers:
             for sample in samples:
-                parts = split_reasoning(sample["text"], self.submission.opens_reasoning)
-                sample["reasoning"], sample["content"] = parts
-        if self._tools is not None:
-            for sample in samples:
-                text = sample["content"] if "content" in sample else sample["text"]
-                content, calls = split_tool_calls(text, self._tools)
-                _add_tool_calls(sample, content, calls, sample["finish_reason"])
+                self._split(sample, self._splitter(), sample)
         output = {"num_prompt_tokens": num_prompt_tokens, "prompt_logprobs": None, "samples": samples}
         return responder.body(self._kind, output, self._num_logprobs)
+
+    def _splitter(self) -> AnswerSplitter:
+        return self._answers.splitter(self._tools, self.submission.opens_reasoning, self._splits_reasoning)
+
+    def _split(self, delta: Mapping[str, Any], splitter: AnswerSplitter, sample: Row, first: int = 0) -> None:
+        """Put the parts of a delta, or of a whole answer, into an answer's sample, as OpenAI writes them. first: calls
+        that came before."""
+        finish_reason = delta["finish_reason"]
+        reasoning, content, calls = splitter.push(delta["text"] or "", delta["token_ids"], finish_reason)
+        sample["reasoning"] = reasoning if splitter.has_reasoning else None
+        sample["content"] = content
+        sample["tool_calls"] = [
+            {"index": i, "id": f"call_{uuid4().hex}", "type": "function", "function": _as_json(call["function"])}
+            for i, call in enumerate(calls, first)
+        ]
+        if finish_reason == "stop" and (calls or first):
+            sample["finish_reason"] = "tool_calls"
 
     async def events(self, responder: Responder, num_prompt_tokens: int) -> AsyncIterator[str]:
         """The answer as server-sent events. An error that comes now is an event too."""
@@ -101,25 +125,18 @@ class Call:
             head["usage"] = None
         num_tokens, starts = 0, [0] * self.submission.num_choices
         begun: set[int] = set()
-        splitters = (
-            [ReasoningSplitter(self.submission.opens_reasoning) for _ in starts] if self._splits_reasoning else []
-        )
-        callers = [ToolCallSplitter(self._tools) for _ in starts] if self._tools is not None else []
+        splitters = [self._splitter() for _ in starts] if self.submission.splits_answers else []
         num_calls = [0] * self.submission.num_choices
         try:
             async for index, delta in self._deltas():
                 num_tokens += len(delta["token_ids"])
                 sample: Row = {**delta}
+                has_text = bool(delta["text"])
                 if splitters:
-                    parts = splitters[index].push(delta["text"] or "", delta["finish_reason"] is not None)
-                    sample["reasoning"], sample["content"] = parts[0] or None, parts[1]
-                has_text = any(parts) if splitters else bool(delta["text"])
-                if callers:
-                    text = parts[1] if splitters else delta["text"] or ""
-                    content, calls = callers[index].push(text, delta["finish_reason"] is not None)
-                    _add_tool_calls(sample, content, calls, delta["finish_reason"], num_calls[index])
-                    num_calls[index] += len(calls)
-                    has_text = bool(content or calls or sample["reasoning"])
+                    self._split(delta, splitters[index], sample, num_calls[index])
+                    sample["reasoning"] = sample["reasoning"] or None
+                    num_calls[index] += len(sample["tool_calls"])
+                    has_text = any(sample[name] for name in ("reasoning", "content", "tool_calls"))
                 if not has_text and delta["finish_reason"] is None and not delta["logprobs"]:
                     continue  # The tokens so far are a part of a character, or of a tag.
                 choice = responder.choice(self._kind, index, sample, self._num_logprobs)
@@ -138,18 +155,6 @@ class Call:
         if self._includes_usage:
             yield _event(head | {"choices": [], "usage": usage(num_prompt_tokens, num_tokens)})
         yield "data: [DONE]\n\n"
-
-
-def _add_tool_calls(sample: Row, content: str, calls: list[Row], finish_reason: str | None, first: int = 0) -> None:
-    """Put what a ToolCallSplitter found into an answer's sample, as OpenAI writes it. first: calls that came before."""
-    sample["content"] = content
-    sample.setdefault("reasoning", None)
-    sample["tool_calls"] = [
-        {"index": first + i, "id": f"call_{uuid4().hex}", "type": "function", "function": _as_json(call["function"])}
-        for i, call in enumerate(calls)
-    ]
-    if finish_reason == "stop" and (calls or first):
-        sample["finish_reason"] = "tool_calls"
 
 
 def _as_json(function: Row) -> Row:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm import LLM, SamplingParams, StreamDelta, opens_reasoning, with_channels
+from nanovllm import LLM, SamplingParams, StreamDelta
 from nanovllm.openai_format.request_names import ChatOptions
 
 logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class Submission:
         events: first the number of prompt tokens, then (index of the choice, StreamDelta) until each choice has ended;
             or an exception at any time. The choices are the first prompt's samples, then the next one's.
         num_choices: of all prompts.
-        splits_reasoning: whether the text is split into what the model thinks and what it says.
+        splits_answers: whether answers are split into what the model thinks, says and calls.
         opens_reasoning: known with the first event: whether the chat template has opened it.
     """
 
@@ -41,7 +41,7 @@ class Submission:
         self.num_choices = len(prompts) * params.n
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.is_cancelled = False  # written by the event loop
-        self.splits_reasoning = False
+        self.splits_answers = False
         self.opens_reasoning = False  # written by the thread, as request_ids
         self.request_ids: list[int] = []
 
@@ -51,6 +51,7 @@ class EngineLoop:
 
     Attributes:
         error: what ended the engine; None while it works.
+        answers: how the model's answers to chats are written.
     """
 
     def __init__(self, llm: LLM, chat_template: str | None = None):
@@ -58,7 +59,7 @@ class EngineLoop:
         self.error: BaseException | None = None
         self.on_death: Callable[[], None] = lambda: None  # called in the event loop
         self._llm = llm
-        self._tokenizer = llm.get_tokenizer()
+        self.answers = llm.answer_format(chat_template)
         self._encoder, self._chat_template = llm.prompt_encoder, chat_template
         # New submissions and cancelled ones; None at the end.
         self._inbox: queue.SimpleQueue[Submission | None] = queue.SimpleQueue()
@@ -134,8 +135,8 @@ class EngineLoop:
 
     def _add(self, submission: Submission) -> None:
         num_prompt_tokens, params = 0, submission.params
-        if submission.splits_reasoning:
-            params = with_channels(self._tokenizer, params)
+        if submission.splits_answers:
+            params = self.answers.with_tags(params)
         try:
             for index, prompt in enumerate(submission.prompts):
                 token_ids = self._read_prompt(prompt, submission.chat_options)
@@ -144,7 +145,7 @@ class EngineLoop:
                 self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.params.n
                 num_prompt_tokens += len(token_ids)
                 if submission.chat_options is not None:
-                    submission.opens_reasoning = opens_reasoning(self._tokenizer, token_ids)
+                    submission.opens_reasoning = self.answers.opens_reasoning(token_ids)
         except (TypeError, ValueError, ImportError) as error:
             self._abort(submission)
             self._post([(submission, error)])

@@ -90,7 +90,7 @@ class Api:
         body = await _read_body(request)
         self._check_model(body.get("model"))
         try:
-            call = Call(kind, body, **self._splits)
+            call = Call(kind, body, self._engine.answers, **self._splits)
             self._engine.submit(call.submission)
             try:
                 if call.streams:

@@ -28,6 +28,11 @@ def unpack_mask(mask: np.ndarray, vocab_size: int) -> np.ndarray:
     return np.unpackbits(mask.view(np.uint8), bitorder="little", count=vocab_size).astype(bool)
 
 
+def allow(mask: np.ndarray, token: int) -> None:
+    """Add a token to a bit mask, in place."""
+    mask.view(np.uint32)[token // WORD_BITS] |= np.uint32(1 << token % WORD_BITS)
+
+
 def forbid(mask: np.ndarray, tokens: Iterable[int]) -> None:
     """Remove tokens from a bit mask, in place."""
     words = mask.view(np.uint32)

@@ -32,6 +32,10 @@ class ProposedRow:
     def num_completion_tokens(self) -> int:
         return self.num_tokens - self.num_prompt_tokens
 
+    @property
+    def num_known_tokens(self) -> int:
+        return self.num_tokens
+
 
 def sampled_rows(step: Step) -> list[Sequence | ProposedRow]:
     """Of each row that is sampled from, its sequence as it is there. Rows of a plain sequence need no more than that

@@ -11,6 +11,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.features.logits.logprobs import LogprobRows
 from nanovllm.engine.features.logits.proposed_row import ProposedRow, sampled_rows
+from nanovllm.engine.features.logits.thinking import Thinking
 from nanovllm.engine.runner.packed_arrays import send_arrays
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step, StepLogits
@@ -18,7 +19,7 @@ from nanovllm.kernels.sampling.sampling_thresholds import sampling_thresholds
 from nanovllm.layers.sampler import Sampler
 from nanovllm.layers.sampling.logprobs import token_logprobs
 from nanovllm.layers.sampling.penalties import IN_PROMPT, apply_penalties
-from nanovllm.layers.sampling.token_masks import apply_bitmask, forbid, num_mask_words
+from nanovllm.layers.sampling.token_masks import allow, apply_bitmask, forbid, num_mask_words
 
 if TYPE_CHECKING:
     from nanovllm.engine.features.logits.structured import Grammar
@@ -113,13 +114,21 @@ class SamplingPipeline:
         """seqs: `sampled_rows`. Rows are those of the step; biased and forbidden are places in the flat logits."""
         truncated, penalized, masked, reported = (list[int]() for _ in range(4))
         flat: dict[str, list[np.ndarray]] = {"biased": [], "biases": [], "forbidden": []}
+        thoughts: dict[int, Thinking] = {}
         for row, seq in enumerate(seqs):
             # No token is sampled for a prefill that goes on, or for a sequence that has ended meanwhile.
-            params = seq.request.params
-            if params.is_plain or seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
+            params, thinking = seq.request.params, seq.completion.thinking
+            if params.is_plain and thinking is None:
+                continue
+            if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
                 continue
             if params.logprobs is not None:
                 reported.append(row)
+            if thinking is not None:
+                thinking = thoughts[row] = thinking.at(seq)
+                if thinking.forced(seq) is not None:
+                    masked.append(row)
+                    continue
             if params.draws_plainly:
                 continue
             edits, first = seq.request.logit_edits, row * self.vocab_size
@@ -130,10 +139,14 @@ class SamplingPipeline:
             if edits is not None and len(edits.biases):
                 flat["biased"].append(edits.bias_tokens + first)
                 flat["biases"].append(edits.biases)
-            if seq.completion.grammar is not None or (edits is not None and edits.needs_mask):
+            thinks = thinking is not None and thinking.is_on  # A form begins later.
+            has_form = seq.completion.grammar is not None
+            if (has_form and not thinks) or (edits is not None and edits.needs_mask):
                 masked.append(row)
                 continue
             forbidden = []
+            if has_form and thinks:
+                forbidden.append(np.array(self._before_form(thinking), np.int64))
             if edits is not None:
                 forbidden.append(edits.banned)
                 forbidden.append(np.array(edits.completing(seq.token_ids, seq.num_completion_tokens), np.int64))
@@ -161,7 +174,7 @@ class SamplingPipeline:
         if penalized:
             arrays |= self._penalty_arrays(seqs, penalized, step.is_prefill)
         if masked:
-            arrays |= self._mask_arrays(seqs, masked, step.errors)
+            arrays |= self._mask_arrays(seqs, masked, thoughts, step.errors)
         return arrays
 
     def _penalty_arrays(self, seqs: list[Sampled], rows: list[int], is_prefill: bool) -> dict[str, np.ndarray]:
@@ -189,29 +202,56 @@ class SamplingPipeline:
             "strengths": np.array(strengths, np.float32).T,
         }
 
-    def _mask_arrays(self, seqs: list[Sampled], rows: list[int], errors: dict[int, str]) -> dict[str, np.ndarray]:
+    def _mask_arrays(
+        self, seqs: list[Sampled], rows: list[int], thoughts: dict[int, Thinking], errors: dict[int, str]
+    ) -> dict[str, np.ndarray]:
+        """thoughts: of the rows whose sequences have a `Thinking`."""
         bitmask = np.full((len(rows), num_mask_words(self.vocab_size)), -1, np.int32)
         grammars = []
         for i, row in enumerate(rows):
-            seq, grammar = seqs[row], seqs[row].completion.grammar
+            seq, grammar, thinking = seqs[row], seqs[row].completion.grammar, thoughts.get(row)
+            if thinking is not None and (thinking.is_on or thinking.forced(seq) is not None):
+                continue
             if grammar is not None:
-                fault = grammar.advance(seq.token_ids, seq.num_completion_tokens)
+                length = seq.num_tokens - (seq.num_prompt_tokens if thinking is None else thinking.answer_start)
+                fault = grammar.advance(seq.token_ids, length)
                 if fault is not None:
                     errors[row] = f"structured_outputs: the form cannot be followed any further: {fault}"
                 if isinstance(seq, ProposedRow):  # Its sequence goes on from before the proposed tokens.
                     _fill_masks([(grammar, i, row)], bitmask, errors)
-                    grammar.rewind(seq.num_proposed)
+                    grammar.rewind(min(seq.num_proposed, length))
                 else:
                     grammars.append((grammar, i, row))
         if grammars:
             _fill_masks(grammars, bitmask, errors)
         for mask, row in zip(bitmask, rows, strict=True):
+            if row in thoughts and self._follow(thoughts[row], seqs[row], mask):
+                continue
             fault = self._narrow(mask, seqs[row])
             if fault is not None:
                 errors.setdefault(row, fault)
             if row in errors:
                 mask.fill(0)  # The sampler finds no token, which ends the sequence.
         return {"masked": np.array(rows, np.int64), "bitmask": bitmask}
+
+    def _follow(self, thinking: Thinking, seq: Sampled, mask: np.ndarray) -> bool:
+        """What the thinking makes of a mask. Returns whether its end is forced, so that nothing else counts."""
+        token = thinking.forced(seq)
+        if token is not None:
+            mask.fill(0)
+            allow(mask, token)
+            return True
+        if seq.completion.grammar is not None:
+            if thinking.is_on:
+                forbid(mask, self._before_form(thinking))
+            elif thinking.opening_id is not None:
+                allow(mask, thinking.opening_id)
+        return False
+
+    def _before_form(self, thinking: Thinking) -> list[int]:
+        """What may not come while a model thinks whose answer has a form: an end, and a form's first text together with
+        the end of the thinking."""
+        return [token for token in self.eos if token < self.vocab_size] + thinking.before_form()
 
     def _narrow(self, mask: np.ndarray, seq: Sampled) -> str | None:
         """Remove from a mask what the request forbids. Returns why nothing is left, if so."""

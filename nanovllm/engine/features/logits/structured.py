@@ -3,10 +3,11 @@
 import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
+from nanovllm.engine.features.logits.json_schema import as_meant
 from nanovllm.layers.sampling.token_masks import pack_mask
 from nanovllm.sampling_params import FORMS, StructuredOutputsParams
 from nanovllm.utils.checks import quoted, shortened
@@ -25,6 +26,12 @@ _MAX_TOKENS_READ = 50_000
 # What the library may spend on a form before its first token. Its own limit is the first number, which a list of 50,000
 # texts exceeds.
 _FUEL, _FUEL_PER_SOURCE_BYTE = 1_000_000, 16
+
+# Instead of the library's message, which names an option of its own.
+_ONE_OF = (
+    "oneOf: schemas of which exactly one may fit must exclude each other plainly, such as by a property with another "
+    "const in each; use anyOf, where several may fit"
+)
 
 
 class _Compiled:
@@ -61,6 +68,7 @@ class Grammars:
             raise ValueError("structured_outputs: the model has no end-of-sequence token that would end them: set eos")
         self._llguidance = llguidance
         self._executor = llguidance.LLExecutor()
+        self._formats: dict[str, bool] = {}  # of JSON schemas: whether the library knows them
         try:
             self._tokenizer = llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=eos)
         except Exception as error:
@@ -97,7 +105,8 @@ class Grammars:
         except ValueError as error:
             fault = error
         if fault is not None:
-            raise ValueError(f"{what}={quoted(getattr(form, what))}: cannot be enforced: {shortened(fault)}")
+            text = _ONE_OF if "coerce_one_of" in str(fault) else shortened(fault)
+            raise ValueError(f"{what}={quoted(getattr(form, what))}: cannot be enforced: {text}")
         return compiled
 
     def _is_stuck_at_start(self, compiled: _Compiled) -> bool:
@@ -109,10 +118,12 @@ class Grammars:
     def _source(self, form: StructuredOutputsParams) -> str:
         matcher_class: Any = self._llguidance.LLMatcher
         if form.json is not None:
+            schema = as_meant(json.loads(cast(str, form.json)), self._is_known_format, form.additional_properties)
+            text = json.dumps(schema, ensure_ascii=False)
             if form.whitespace_pattern is None:
-                return matcher_class.grammar_from_json_schema(form.json, defaults={"whitespace_flexible": False})
+                return matcher_class.grammar_from_json_schema(text, defaults={"whitespace_flexible": False})
             options = {"whitespace_flexible": True, "whitespace_pattern": form.whitespace_pattern}
-            return matcher_class.grammar_from_json_schema(form.json, overrides=options)
+            return matcher_class.grammar_from_json_schema(text, overrides=options)
         if form.regex is not None:
             regex = self._llguidance.regex_to_lark(form.regex, use_ascii="d")
             return matcher_class.grammar_from_lark(f"start: /{regex}/")
@@ -122,6 +133,15 @@ class Grammars:
         # would follow 2,000 at most.
         texts = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in form.choice or ())
         return matcher_class.grammar_from_lark(f"start: CHOICE\nCHOICE: {' | '.join(texts)}")
+
+    def _is_known_format(self, name: str) -> bool:
+        """Whether the library knows a `format` of texts."""
+        if name not in self._formats:
+            text = json.dumps({"type": "string", "format": name})
+            matcher_class: Any = self._llguidance.LLMatcher
+            fault = matcher_class.validate_grammar(matcher_class.grammar_from_json_schema(text), None)
+            self._formats[name] = not fault.startswith("Unknown format")
+        return self._formats[name]
 
     def _as_lark(self, grammar: str) -> str:
         from llguidance.gbnf_to_lark import any_to_lark

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from nanovllm.config import Config
+from nanovllm.engine.features.logits.thinking import num_valid
 from nanovllm.engine.features.speculation.budget import Acceptance, Pace, Record, StepTimes, choose_counts
 from nanovllm.engine.features.speculation.suffix_index import Proposal, SuffixProposer
 from nanovllm.engine.scheduler import Scheduler
@@ -108,9 +109,7 @@ class SpeculativeScheduler(Scheduler):
         if proposal is None:
             return None
         tokens = proposal.tokens
-        grammar = seq.completion.grammar
-        if grammar is not None:
-            tokens = tokens[: grammar.num_valid(seq.token_ids, seq.num_completion_tokens, tokens)]
+        tokens = tokens[: num_valid(seq, tokens)]
         end = next((i for i, token in enumerate(tokens) if token in seq.request.end_token_ids), len(tokens))
         return proposal._replace(tokens=tokens[: end + 1]) if tokens else None
 
