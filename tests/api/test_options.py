@@ -389,7 +389,13 @@ TOGETHER = [
     (SamplingParams, {"min_tokens": 65}, "=65: must be at most max_tokens, 64"),
     (SamplingParams, {"logprob_token_ids": [5]}, r"=\(5,\): must be None where logprobs is not given"),
     (SamplingParams, {"prompt_logprobs_start": 1}, "=1: must be 0 where prompt_logprobs is not given"),
+    (SamplingParams, {"thinking_end_text": "So."}, "='So.': must be '' where thinking_token_budget is not given"),
     (StructuredOutputsParams, {"whitespace_pattern": " ", "regex": "a"}, "=' ': must be None where json is not given"),
+    (
+        StructuredOutputsParams,
+        {"additional_properties": True, "regex": "a"},
+        "=True: must be False where json is not given",
+    ),
 ]
 ALLOWED_TOGETHER = [
     (Config, {"num_kvcache_blocks": 2**27, "kvcache_block_size": 16}),

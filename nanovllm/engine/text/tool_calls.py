@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.engine.text.formats.format import CALL, ToolCall
+from nanovllm.engine.text.formats.format import CALL, ToolCall, tool_call
 from nanovllm.engine.text.reasoning import Format, as_format
 
 
@@ -34,7 +34,7 @@ class ToolCallSplitter:
             if event.kind != CALL:
                 content += event.raw
             elif event.arguments is not None:
-                calls.append(event.call)
+                calls.append(tool_call(event.name, event.arguments))
         return content, calls
 
 

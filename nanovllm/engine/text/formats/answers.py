@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from nanovllm.engine.text.formats.all_formats import find_format
-from nanovllm.engine.text.formats.format import CALL, CONTENT, ConversationFormat, Event, ToolCall
+from nanovllm.engine.text.formats.format import CALL, CONTENT, ConversationFormat, Event, ToolCall, tool_call
 from nanovllm.engine.text.formats.tag_reader import Tags
 from nanovllm.sampling_params import SamplingParams
 
@@ -70,7 +70,7 @@ class AnswerSplitter:
     def __init__(self, answers: AnswerFormat, tools: Iterable[Any] | None, is_open: bool, splits_reasoning: bool):
         self._reader = answers.format.reader(tools, is_open)
         self._marker = answers.tokens.marker()
-        self._splits_reasoning, self._reads_calls = splits_reasoning, tools is not None
+        self._splits_reasoning = splits_reasoning
 
     @property
     def has_reasoning(self) -> bool:
@@ -85,16 +85,16 @@ class AnswerSplitter:
         if self._marker.has_hidden:
             events = [_shown(event) for event in events]
         reasoning, content, calls = "", "", []
-        for event in events:
-            if event.kind == CONTENT:
-                content += event.text if self._splits_reasoning else event.raw
-            elif event.kind == CALL:
-                if event.arguments is not None:
-                    calls.append(event.call)
+        for kind, piece, raw, name, arguments in events:
+            if kind == CONTENT:
+                content += piece if self._splits_reasoning else raw
+            elif kind == CALL:
+                if arguments is not None:
+                    calls.append(tool_call(name, arguments))
             elif self._splits_reasoning:
-                reasoning += event.text
+                reasoning += piece
             else:
-                content += event.raw
+                content += raw
         return reasoning, content, calls
 
 

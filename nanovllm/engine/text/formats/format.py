@@ -13,6 +13,10 @@ ToolCall = dict[str, Any]  # {"type": "function", "function": {"name": ..., "arg
 REASONING, CONTENT, CALL = "reasoning", "content", "call"
 
 
+def tool_call(name: str, arguments: dict[str, Any]) -> ToolCall:
+    return {"type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 class Event(NamedTuple):
     """A piece of an answer. The `raw` texts of all events are the answer as written: nothing is lost."""
 
@@ -22,10 +26,6 @@ class Event(NamedTuple):
     # Of a call. It comes when it is whole, because a call that is cut is none: its text is content then.
     name: str = ""
     arguments: dict[str, Any] | None = None
-
-    @property
-    def call(self) -> ToolCall:
-        return {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
 
 
 class AnswerReader:

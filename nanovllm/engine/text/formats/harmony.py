@@ -50,12 +50,15 @@ class _Header:
         channel: analysis, commentary, final, or "" for another or none.
         tool: the name of the tool that is called; None if it is no call.
         body: where the body begins; None if the header has no end, and no body.
+        is_open: whether more text may change any of it.
     """
+
+    body: int | None = None
 
     def __init__(self, text: str, is_last: bool, types: ArgumentTypes):
         """text: it begins at the header."""
         match = cast(re.Match[str], _HEADER.match(text))
-        self.end, self.is_open, self.body = match.end(), False, None
+        self.end, self.is_open = match.end(), False
         rest = text[match.end() :]
         named = _CHANNEL_NAME.match(match[2] or "")
         self.channel = named[1] if named else ""

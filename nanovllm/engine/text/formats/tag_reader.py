@@ -308,7 +308,7 @@ class Tags:
 
     def search(self, text: str, start: int = 0) -> re.Match[str] | None:
         """The first that a text has."""
-        return self._any.search(text, start) if self.texts else None
+        return None if self.firsts.isdisjoint(text) else self._any.search(text, start)
 
     def match(self, text: str) -> re.Match[str] | None:
         """The one with which a text begins."""
@@ -323,8 +323,9 @@ class Tags:
 
     def num_free(self, text: str) -> int:
         """How many of a text's characters cannot be the beginning of one."""
-        start = max(0, len(text) - self.longest + 1)
-        match = self._beginning.search(text, start) if self.texts else None
+        if self.firsts.isdisjoint(text[1 - self.longest :]):
+            return len(text)
+        match = self._beginning.search(text, max(0, len(text) - self.longest + 1))
         return len(text) if match is None else match.start()
 
 
