@@ -179,7 +179,7 @@ def test_a_seed_gives_each_line_its_own():
         ({"body": {"input": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings'"),
         ({"body": {}, "url": "/v1/chat/completions"}, "body: has no 'messages'"),
         ({"body": {"prompt": ["a", "b"]}}, "give each prompt a line of its own"),
-        ({"body": {"prompt": "a", "stream": True}}, "stream=True: cannot be served in a batch"),
+        ({"body": {"prompt": "a", "stream": True}}, "stream=True: cannot be served"),
         ({"body": {"prompt": "a", "use_beam_search": True}}, "use_beam_search=True: cannot be served"),
         ({"body": {"prompt": "a", "response_format": {"type": "x"}}}, "response_format="),
         ({"body": {"prompt": "a", "response_format": "json"}}, "response_format="),
