@@ -262,7 +262,7 @@ def read_id(row: Row, id_column: str = "id") -> LineId | None:
         if isinstance(line_id, str):
             line_id.encode()
     except UnicodeEncodeError as error:  # Parquet could not hold it.
-        raise ValueError(f"{name}={quoted(line_id)}: {half_pair(error)}") from None
+        raise ValueError(f"{name}={quoted(line_id)}: must be a text or an integer; it {half_pair(error)}") from None
     return line_id
 
 
