@@ -46,22 +46,18 @@ def test_parquet_as_lines_would_be(tmp_path):
         {
             "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}],
             "tools": [tool({"city": {"type": "string", "enum": ["Oslo", "Rome"]}})],
-            "chat_template_kwargs": [("enable_thinking", True)],
-            "logit_bias": [(5, -1.0)],
             "notes": {"a": None, "b": [{"c": 1}, {"d": 2}]},
             "max_tokens": 5.0,
             "prompt_token_ids": None,
         },
         {"messages": [{"role": "user", "content": "b", "name": "x"}], "tools": [tool({"days": {"type": "integer"}})]},
-        {"prompt_token_ids": [5.0, 6.0], "logit_bias": [], "chat_template_kwargs": []},
+        {"prompt_token_ids": [5.0, 6.0]},
     ]
-    schema = pa.Table.from_pylist(rows).schema
-    for name, kind in {
-        "chat_template_kwargs": pa.map_(pa.string(), pa.bool_()),
-        "logit_bias": pa.map_(pa.int64(), pa.float64()),
-    }.items():
-        schema = schema.set(schema.get_field_index(name), pa.field(name, kind))
-    pq.write_table(pa.Table.from_pylist(rows, schema), tmp_path / "a.parquet")
+    variables = pa.array([[("enable_thinking", True)], None, []], pa.map_(pa.string(), pa.bool_()))
+    biases = pa.array([[(5, -1.0)], None, []], pa.map_(pa.int64(), pa.float64()))
+    table = pa.table({name: [row.get(name) for row in rows] for name in rows[0]})
+    table = table.append_column("chat_template_kwargs", variables).append_column("logit_bias", biases)
+    pq.write_table(table, tmp_path / "a.parquet")
     read = [row for *_, row in rows_of(tmp_path / "a.parquet")]
     first, second, third = [LineFormat().read(row, 1) for row in read]
     call = {"function": {"name": "f", "arguments": {"city": "Oslo"}}}
