@@ -8,7 +8,7 @@ from nanovllm import ReasoningSplitter, StreamDelta, ToolCallSplitter, split_rea
 from nanovllm.integrations.serving.engine_loop import Submission
 from nanovllm.integrations.serving.metrics import CallRecord
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
-from nanovllm.openai_format.request_names import Row, make_params, read_parameters
+from nanovllm.openai_format.request_names import Row, as_token_ids, make_params, read_parameters
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.text_json import as_json
 
@@ -45,7 +45,7 @@ class Call:
             raise ValueError(f"parallel_tool_calls={quoted(self._allows_several_calls)}: must be true or false")
         prompts = None
         if kind == COMPLETION and _is_batch(body.get("prompt")):
-            prompts = body["prompt"]
+            prompts = list(map(as_token_ids, body["prompt"]))
             body["prompt"] = prompts[0]
         _, prompt, given = read_request({"body": body, "url": kind.url})
         options, chat_options = read_parameters(given, kind == CHAT)

@@ -132,9 +132,13 @@ class Api:
     async def _stream(self, call: Call) -> Response:
         num_prompt_tokens = await call.accepted()  # Until then an error has a status of its own.
         events = call.events(self._responder, num_prompt_tokens)
-        end = BackgroundTask(self._end, call)  # also called when the client has left
+        end = BackgroundTask(self._end_stream, call)  # also called when the client has left
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(events, headers=headers, media_type="text/event-stream", background=end)
+
+    async def _end_stream(self, call: Call) -> None:
+        """In the event loop: starlette gives a function that is no coroutine to a thread."""
+        self._end(call)
 
     def _end(self, call: Call) -> None:
         self._engine.cancel(call.submission)
