@@ -313,8 +313,8 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model on this machine by OpenAI's API",
-        description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions and /v1/models. Needs the "
-        "extra serve. Ends with Ctrl-C. docs/integrations.md says more.",
+        description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and /health "
+        "and /metrics. Needs the extra serve. Ends with Ctrl-C. docs/integrations.md says more.",
     )
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--host", help="the address to listen on (default: 127.0.0.1, this machine alone)")
@@ -329,6 +329,7 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--split-reasoning", action="store_true", help=split_help)
     calls_help = "give calls of a request's tools as tool_calls, apart from the content"
     parser.add_argument("--split-tool-calls", action="store_true", help=calls_help)
+    parser.add_argument("--access-log", action="store_true", help="write a line about each request to standard error")
     add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
     parser.set_defaults(run=_serve, interrupted="the server has ended")
 

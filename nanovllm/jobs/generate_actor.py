@@ -12,6 +12,7 @@ import torch
 
 from nanovllm import LLM, NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Model
+from nanovllm.jobs.arrow_rows import arrow_rows
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id
 from nanovllm.jobs.reader import Prepared, Preparer
@@ -173,7 +174,7 @@ class GenerateActor:
     def __call__(self, batch: "pa.Table") -> "pa.Table":
         import pyarrow as pa
 
-        rows = batch.to_pylist()
+        rows = arrow_rows(batch)
         prepared = self._preparer.prepare(enumerate(map(_raw_line, range(len(rows)), rows)))
         answers = []
         for each, output in self._engine.answer(prepared):

@@ -17,6 +17,7 @@ import fsspec
 import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
+from nanovllm.jobs.arrow_rows import arrow_rows
 from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.openai_format.openai_batch import is_request
 from nanovllm.openai_format.request_names import Row
@@ -312,7 +313,7 @@ def _parquet_rows(file: IO[bytes]) -> Iterator[Row]:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise _WrongKind(f"several columns are called {twice[0]!r}; rename one")
     for batch in parquet.iter_batches(_ROWS_AT_ONCE):
-        yield from batch.to_pylist()
+        yield from arrow_rows(batch)
 
 
 # -- before work begins ------------------------------------------------------------------------------------------------

@@ -18,10 +18,11 @@ from nanovllm.openai_format.request_names import (
     PARAMETERS_OF_TABLES,
     ChatOptions,
     Row,
+    as_token_ids,
     make_params,
     read_parameters,
 )
-from nanovllm.utils.checks import quoted
+from nanovllm.utils.checks import half_pair, is_whole, quoted
 from nanovllm.utils.rules import FLAG, Rule, check_rules, option
 from nanovllm.utils.text_json import as_json, decode_json, parse_json
 
@@ -31,8 +32,6 @@ ANSWER_KEYS = ("id", "text", "finish_reason", "num_prompt_tokens", "num_completi
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
 OPTIONAL_KEYS = ("samples", "logprobs", "prompt_logprobs")  # with n > 1, and where a line asks for them
 
-
-_LARGEST_FLOAT = 2**53  # Above it floats are not exact.
 _OBJECT = Rule(lambda value: isinstance(value, dict), "a JSON object")
 
 
@@ -76,7 +75,7 @@ class LineFormat:
         if self.template is not None and self.prompt_column is not None:
             raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
         check_rules(self)
-        SamplingParams(seed=self.seed)  # Raises if it is none.
+        object.__setattr__(self, "seed", SamplingParams(seed=self.seed).seed)  # Raises if it is none.
         _ = self._base_params, self._template_parts
 
     def given(self) -> Row:
@@ -181,7 +180,7 @@ class LineFormat:
             return prompt
         if isinstance(prompt, str):
             prompt = [{"role": "user", "content": prompt}]
-        if _is_chat(prompt) and prompt[0]["role"] != "system":  # type: ignore[index]
+        if _is_chat(prompt) and prompt[0]["role"] not in ("system", "developer"):  # type: ignore[index]
             prompt = [{"role": "system", "content": self.system}, *prompt]  # type: ignore[list-item]
         return prompt
 
@@ -207,6 +206,7 @@ def _read_prompt(name: str, value: Any) -> str | list[int] | Conversation:
     if name not in ("prompt_token_ids", "messages") and isinstance(value, str) and value:
         return value
     if isinstance(value, list) and value:
+        value = as_token_ids(value)
         if name != "messages" and set(map(type, value)) == {int}:
             return value
         if name != "prompt_token_ids" and all(isinstance(message, dict) for message in value):
@@ -254,19 +254,16 @@ def read_id(row: Row, id_column: str = "id") -> LineId | None:
     line_id = row.get(name)
     if is_missing(line_id):
         return None
-    if isinstance(line_id, float) and line_id.is_integer() and abs(line_id) < _LARGEST_FLOAT:
+    if is_whole(line_id):
         return int(line_id)  # Tables with a missing value have floats.
-    if (isinstance(line_id, int) and not isinstance(line_id, bool)) or _is_text(line_id):
-        return line_id
-    raise ValueError(f"{name}={quoted(line_id)}: must be a text or an integer")
-
-
-def _is_text(value: object) -> bool:
-    """Half of a surrogate pair is none: Parquet could not hold it."""
+    if not isinstance(line_id, str | int) or isinstance(line_id, bool):
+        raise ValueError(f"{name}={quoted(line_id)}: must be a text or an integer")
     try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
+        if isinstance(line_id, str):
+            line_id.encode()
+    except UnicodeEncodeError as error:  # Parquet could not hold it.
+        raise ValueError(f"{name}={quoted(line_id)}: must be a text or an integer; it {half_pair(error)}") from None
+    return line_id
 
 
 def id_bytes(line_id: LineId) -> bytes:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from uuid import uuid4
 
 from nanovllm import AnswerFormat, find_format
-from nanovllm.openai_format.request_names import Row
+from nanovllm.openai_format.request_names import Row, as_token_ids
 from nanovllm.utils.checks import require
 
 
@@ -49,6 +49,8 @@ def read_request(row: Row) -> tuple[Kind, Any, Row]:
     if kind.prompt not in given:
         raise ValueError(f"body: has no {kind.prompt!r}")
     prompt = given.pop(kind.prompt)
+    if kind == COMPLETION:
+        prompt = as_token_ids(prompt)
     if kind == COMPLETION and isinstance(prompt, list) and not all(isinstance(token, int) for token in prompt):
         raise ValueError("body: 'prompt' must be one text or one list of token ids; give each prompt a line of its own")
     return kind, prompt, given

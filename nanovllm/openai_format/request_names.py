@@ -1,20 +1,27 @@
 """The names that OpenAI's and vLLM's requests have for parameters, to SamplingParams' and the chat template's."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 from nanovllm import SamplingParams, StructuredOutputsParams
-from nanovllm.utils.checks import quoted, require
+from nanovllm.utils.checks import is_whole, quoted, require
 from nanovllm.utils.option_hints import HINTS
+from nanovllm.utils.table_values import as_mapping
 from nanovllm.utils.text_json import parse_json
 
 Row = dict[str, Any]
 
 SAMPLING_OPTIONS = tuple(option.name for option in fields(SamplingParams))
+_KINDS = get_type_hints(SamplingParams)
+_INTEGERS = {name for name, kind in _KINDS.items() if kind in (int, int | None)}
+_TOKEN_IDS = {name for name, kind in _KINDS.items() if kind in (Collection[int], Collection[int] | None)}
+_WHOLE = re.compile(r"([0-9]+)(\.0+)?")
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")  # They belong to a conversation, as its messages do.
 
-# What does not change an answer: the account's, the service's, or about things that a file lacks.
+# What does not change an answer: the account's, the service's, or about things that a file lacks. Only the server takes
+# calls out of texts, so it reads parallel_tool_calls itself.
 _WITHOUT_EFFECT = {
     *("cache_salt", "guided_decoding_backend", "metadata", "model", "parallel_tool_calls", "priority"),
     *("prompt_cache_key", "request_id", "safety_identifier", "service_tier", "store", "stream_options", "user"),
@@ -29,11 +36,11 @@ _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "add_special_tokens": ((), "token ids say exactly what a prompt is"),  # What is the default is served.
     "audio": ((), "answers are text"),
     "best_of": ((1,), HINTS["SamplingParams"]["best_of"]),
-    "chat_template": ((), "the job's chat_template (--chat-template) is for all lines"),
+    "chat_template": ((), "--chat-template, or a job's chat_template, is for all requests"),
     "continue_final_message": ((False,), "render the conversation yourself, and give it as the prompt"),
     "detokenize": ((True,), ""),
     "do_sample": ((True,), HINTS["SamplingParams"]["do_sample"]),
-    "echo": ((False,), "the input has the prompt"),
+    "echo": ((False,), "the request has the prompt"),
     "function_call": (("auto", "none"), "tool_choice takes its place"),
     "functions": (([],), "use tools"),
     "include_reasoning": ((True,), ""),
@@ -47,7 +54,7 @@ _UNSERVED: dict[str, tuple[tuple[Any, ...], str]] = {
     "return_token_ids": ((False,), ""),
     "return_tokens_as_token_ids": ((False,), ""),
     "spaces_between_special_tokens": ((True,), HINTS["SamplingParams"]["spaces_between_special_tokens"]),
-    "stream": ((False,), ""),
+    "stream": ((False,), "a job writes whole answers"),
     "structural_tag": ((), HINTS["StructuredOutputsParams"]["structural_tag"]),
     "suffix": (("",), "put it into the prompt, as the model's format for filling in wants it"),
     "truncate_prompt_tokens": ((), HINTS["SamplingParams"]["truncate_prompt_tokens"]),
@@ -98,12 +105,13 @@ def read_parameters(given: Row, is_chat: bool) -> tuple[Row, ChatOptions]:
     for name in [name for name in given if name in _UNSERVED]:
         value, (harmless, remedy) = given.pop(name), _UNSERVED[name]
         if value not in harmless and (name != "add_special_tokens" or value is is_chat):
-            raise ValueError(f"{name}={quoted(value)}: cannot be served in a batch{remedy and f'; {remedy}'}")
+            raise ValueError(f"{name}={quoted(value)}: cannot be served{remedy and f'; {remedy}'}")
     tools, kwargs = given.pop("tools", None), given.pop("chat_template_kwargs", {})
     variables = {name: given.pop(name) for name in _TEMPLATE_VARIABLES if name in given}
+    kwargs = as_mapping(kwargs)
     require("chat_template_kwargs", kwargs, isinstance(kwargs, dict), "a JSON object")
     choice = given.pop("tool_choice", "auto")
-    require("tool_choice", choice, choice in ("auto", "none"), "'auto' or 'none': a batch cannot force a call")
+    require("tool_choice", choice, choice in ("auto", "none"), "'auto' or 'none': a call cannot be forced")
     of_chat = {"tools": tools, "chat_template_kwargs": kwargs} | variables
     if not is_chat and (named := [name for name, value in of_chat.items() if value]):
         raise ValueError(f"{named[0]}: needs 'messages', because only a conversation has a chat template")
@@ -113,12 +121,41 @@ def read_parameters(given: Row, is_chat: bool) -> tuple[Row, ChatOptions]:
     return given, ChatOptions(None if choice == "none" else tools, kwargs | variables, tuple(variables))
 
 
+def as_token_ids(prompt: Any) -> Any:
+    """Token ids with whole floats as the integers that they are. Any other prompt as it is."""
+    if not isinstance(prompt, list) or float not in set(map(type, prompt)):
+        return prompt
+    return list(map(_as_integer, prompt))
+
+
+def _as_integer(value: Any) -> Any:
+    return int(value) if is_whole(value) else value
+
+
+def _as_token_id(key: Any) -> Any:
+    """Keys of JSON are texts."""
+    match = _WHOLE.fullmatch(key) if isinstance(key, str) else None
+    return _as_integer(key) if match is None else int(match[1])
+
+
+def _with_integers(name: str, value: Any) -> Any:
+    """An option's value with integers where JSON and tables have whole floats: a column of pandas has floats if one of
+    its values is missing."""
+    if name in _INTEGERS:
+        return _as_integer(value)
+    if name in _TOKEN_IDS:
+        return as_token_ids(value)
+    if name == "logit_bias" and isinstance(value := as_mapping(value), Mapping):
+        return {_as_token_id(key): bias for key, bias in value.items()}
+    return value
+
+
 def make_params(options: Row) -> SamplingParams:
     """SamplingParams of options as they are written in JSON. Raises TypeError or ValueError."""
     form = options.get("structured_outputs")
     if isinstance(form, Mapping):
         options = options | {"structured_outputs": StructuredOutputsParams(**form)}
-    return SamplingParams(**options)
+    return SamplingParams(**{name: _with_integers(name, value) for name, value in options.items()})
 
 
 def _flat(given: Row) -> Row:
@@ -127,7 +164,7 @@ def _flat(given: Row) -> Row:
     for name in _INNER:
         if name not in given:
             continue
-        inner = _as_object(name, given[name])
+        inner = as_mapping(_as_object(name, given[name]))
         require(name, inner, isinstance(inner, dict), "a JSON object")
         for key, value in _flat({key: value for key, value in inner.items() if value is not None}).items():
             if flat.setdefault(key, value) != value:

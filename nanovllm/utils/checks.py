@@ -8,6 +8,7 @@ _MAX_TEXT = 100  # characters of a text that a message quotes
 _MAX_QUOTED = 400  # of any value
 _MAX_BITS = 1200  # of an integer: 362 digits
 _MAX_MESSAGE = 1000  # of another library's message
+_LARGEST_FLOAT = 2**53  # Above it floats are not exact.
 
 
 class _Quoter(reprlib.Repr):
@@ -57,6 +58,14 @@ def require(name: str, value: object, ok: bool, allowed: str) -> None:
         raise ValueError(f"{name}={quoted(value)}: must be {allowed}")
 
 
+def half_pair(error: UnicodeEncodeError) -> str:
+    """What is wrong with a text that cannot be encoded, in words that follow the text's name."""
+    return (
+        f"holds half of a surrogate pair, {error.object[error.start]!r} at index {error.start}, which is no character: "
+        "often an emoji that was cut in two; remove it, or give both halves"
+    )
+
+
 def refuse_constant(name: str) -> NoReturn:
     """Refuses NaN and Infinity, as the argument parse_constant of json."""
     raise ValueError(f"{name} is no number of JSON")
@@ -68,3 +77,8 @@ def is_int(value: Any, low: int, high: float = math.inf) -> bool:
 
 def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def is_whole(value: Any) -> bool:
+    """Whether this is a float without a fraction, and so small that it is exact."""
+    return isinstance(value, float) and value.is_integer() and abs(value) < _LARGEST_FLOAT

@@ -5,7 +5,7 @@ from dataclasses import field, fields
 from functools import cache
 from typing import Any, NamedTuple
 
-from nanovllm.utils.checks import is_int, is_number, quoted, require
+from nanovllm.utils.checks import half_pair, is_int, is_number, quoted, require
 
 
 class Rule(NamedTuple):
@@ -86,4 +86,4 @@ def check_rules(options: Any) -> None:
             if value is not default and not rule.is_right(checked):
                 require(name, value, False, rule.explain(checked))
         except UnicodeEncodeError as error:  # of a rule that encodes texts: half of a surrogate pair is none
-            raise ValueError(f"{name}={quoted(error.object)}: cannot be encoded: {error}") from None
+            raise ValueError(f"{name}={quoted(error.object)}: {half_pair(error)}") from None

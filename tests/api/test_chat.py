@@ -1,7 +1,9 @@
 """LLM.chat on the demo model, whose tokenizer has a chat template, and its faults."""
 
+import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from checkpoints import make_checkpoint, make_llm
 
@@ -366,7 +368,171 @@ def test_whatever_a_template_raises_names_the_conversation(llm, template, says):
     assert len(str(raised.value)) < 1500
 
 
-@pytest.mark.parametrize("template", [None, "{{ 'half' + '\ud800' }}"])
-def test_half_of_a_surrogate_pair(llm, template):
-    with pytest.raises(ValueError, match=r"^conversation 0: cannot be encoded: .*surrogates not allowed"):
-        llm.chat([{"role": "user", "content": "\ud800"}], PARAMS, use_tqdm=False, chat_template=template)
+@pytest.mark.parametrize(
+    ("where", "options"),
+    [
+        ("message 0, content", {"messages": [HELLO | {"content": "ab\ud83d"}]}),
+        (
+            "message 1, content",
+            {"messages": [HELLO, {"role": "assistant", "content": [TWO_PARTS[0] | {"text": "\ud83d"}]}]},
+        ),
+        ("message 1, tool_calls", {"messages": a_call('{"query": "\\ud83d"}')}),
+        ("message 0, name", {"messages": [HELLO | {"name": "\ud83d"}]}),
+    ],
+)
+def test_half_of_a_surrogate_pair_is_named(llm, where, options):
+    template = "{% for m in messages %}{{ m.content }}{{ m.name }}{% for c in m.tool_calls or [] %}"
+    template += (
+        "{% for name, value in c.function.arguments | items %}{{ name }}{{ value }}{% endfor %}{% endfor %}{% endfor %}"
+    )
+    says = rf"^conversation 0, {where}: holds half of a surrogate pair, '\\ud83d' at index [02], which is no character"
+    with pytest.raises(ValueError, match=says):
+        llm.chat(**options, sampling_params=PARAMS, use_tqdm=False, chat_template=template)
+
+
+def test_half_of_a_surrogate_pair_in_a_tool_or_a_template(llm):
+    template = "{% for t in tools or [] %}{{ t.description }}{% endfor %}{{ messages[0].content }}"
+    with pytest.raises(ValueError, match=r"^tools\[0\]: holds half of a surrogate pair, '\\ud800' at index 1,"):
+        chat(llm, [HELLO], chat_template=template, tools=[{"name": "f", "description": "a\ud800"}])
+    with pytest.raises(ValueError, match=r"^conversation 0: the rendered text holds half of a surrogate pair"):
+        chat(llm, [HELLO], chat_template="{{ 'half' + '\ud800' }}")
+
+
+# -- what tables make of messages --------------------------------------------------------------------------------------
+
+WHOLE = "{% for m in messages %}{{ m | tojson }}{% endfor %}"
+
+
+@pytest.mark.parametrize("calls", [[], None, ()])
+def test_tool_calls_that_are_none(llm, calls):
+    template = "{% for m in messages %}{{ m.content }}{% if 'tool_calls' in m %} with calls{% endif %}{% endfor %}"
+    assert rendered(llm, [HELLO | {"tool_calls": calls}], chat_template=template) == ["introduce yourself"]
+
+
+def test_keys_that_only_other_rows_have(llm):
+    call = {"id": None, "type": "function", "function": {"name": "f", "arguments": {"a": None}, "x": None}, "y": None}
+    message = {"role": "user", "content": [{"type": "text", "text": "b", "image_url": None}], "name": None}
+    (text,) = rendered(
+        llm, [message | {"tool_calls": [call]}], chat_template=f"{{% if 0 %}}tool_calls{{% endif %}}{WHOLE}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": {"a": None}}}  # This may be a value.
+    assert json.loads(text) == {"role": "user", "content": "b", "tool_calls": [call]}
+    schema = {"type": "object", "properties": {"city": {"type": "string", "enum": None, "default": None}, "days": None}}
+    tool = {"type": "function", "function": {"name": "f", "strict": None, "parameters": schema}}
+    (found,) = as_tools([tool])
+    schema = {"type": "object", "properties": {"city": {"type": "string", "default": None}}}
+    assert found == {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert tool["function"]["strict"] is None, "the caller's own stays as it is"
+
+
+def test_maps_and_arrays_of_tables(llm):
+    """Arrow gives the pairs of a map, pandas an array for a list."""
+    calls = np.array([{"function": {"name": "f", "arguments": [("a", 1), ("b", np.array([1, 2]))]}}], object)
+    message = [("role", "assistant"), ("content", None), ("tool_calls", calls)]
+    for messages in ([HELLO, message], np.array([HELLO, dict(message)], object)):
+        text = rendered(llm, messages, chat_template=WHOLE)[0].removeprefix(json.dumps(HELLO))
+        call = {"function": {"name": "f", "arguments": {"a": 1, "b": [1, 2]}}}
+        assert json.loads(text) == {"role": "assistant", "tool_calls": [call]}
+    parameters = [("type", "object"), ("properties", [["city", {"type": "string"}]]), ("required", np.array(["city"]))]
+    expected = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+    assert as_tools(np.array([{"name": "f", "parameters": parameters}])) == [{"name": "f", "parameters": expected}]
+    assert as_tools([{"name": "f", "parameters": {"properties": []}}]) == [
+        {"name": "f", "parameters": {"properties": {}}}
+    ]
+    assert rendered(llm, np.array([[HELLO], [HELLO]], object), chat_template=TEXTS) == ["<user>introduce yourself"] * 2
+
+
+# -- what templates leave out ------------------------------------------------------------------------------------------
+
+CHATML = (
+    "{% for m in messages %}{% if m.role in ['system', 'user', 'assistant', 'tool'] %}<{{ m.role }}>{{ m.content }}"
+)
+CHATML += "{% endif %}{% endfor %}"
+FIRST_SYSTEM = "{% if messages[0].role == 'system' %}[{{ messages[0].content }}]{% endif %}"
+FIRST_SYSTEM += "{% for m in messages %}{% if m.role == 'user' %}<user>{{ m.content }}{% endif %}{% endfor %}"
+DEVELOPERS = "{% for m in messages %}{% if m.role in ['developer', 'user'] %}<{{ m.role }}>{{ m.content }}{% endif %}"
+DEVELOPERS += "{% endfor %}"
+STRICT = "{% for m in messages %}{% if m.role not in ['system', 'user'] %}{{ raise_exception('no ' + m.role) }}"
+STRICT += "{% endif %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+
+
+def said(*roles: str) -> list[dict]:
+    return [{"role": role, "content": f"c{j}"} for j, role in enumerate(roles)]
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "text"),
+    [
+        (CHATML, ("developer", "user"), "<system>c0<user>c1"),
+        (CHATML, ("user", "developer", "user"), "<user>c0<system>c1<user>c2"),
+        (FIRST_SYSTEM, ("developer", "user"), "[c0]<user>c1"),
+        (DEVELOPERS, ("developer", "user"), "<developer>c0<user>c1"),
+        (STRICT, ("developer", "user"), "<system>c0<user>c1"),
+        (TEXTS, ("developer", "critic", "function"), "<developer>c0<critic>c1<function>c2"),
+    ],
+)
+def test_developers_are_the_system_where_templates_do_not_know_them(llm, template, roles, text):
+    assert rendered(llm, said(*roles), chat_template=template) == [text]
+
+
+@pytest.mark.parametrize(
+    ("template", "roles", "says"),
+    [
+        (
+            CHATML,
+            ("user", "function"),
+            "message 1: role='function': .*; it shows system, user, assistant, tool; calls go",
+        ),
+        (CHATML, ("user", "asistant", "user"), "message 1: role='asistant': the chat template leaves it out"),
+        (FIRST_SYSTEM, ("system", "user", "system"), "message 2: role='system': .* leaves it out of the prompt here"),
+        (FIRST_SYSTEM, ("user", "tool"), "message 1: role='tool': .*; it shows system, user$"),
+        (FIRST_SYSTEM, ("user", "developer", "user"), "message 1: role='system'"),
+        (DEVELOPERS, ("system", "user"), "message 0: role='system': .*; it shows developer, user$"),
+        (STRICT, ("user", "assistant"), "the chat template cannot render it: no assistant"),
+    ],
+)
+def test_a_role_that_the_template_leaves_out_is_refused(llm, template, roles, says):
+    with pytest.raises(ValueError, match=f"^conversation 1(, |: ){says}"):
+        llm.chat([[HELLO], said(*roles)], PARAMS, use_tqdm=False, chat_template=template)
+
+
+def test_calls_that_the_template_leaves_out(llm, caplog):
+    template = CHATML + "{# calls #}"
+    for _ in range(2):
+        assert rendered(llm, a_call("{}", content="I look."), chat_template=template)
+    assert [record.message for record in caplog.records] == [
+        "tool_calls: the chat template leaves them out of the prompt (this is logged once)"
+    ]
+    with pytest.raises(ValueError, match="message 1: function_call: tool_calls takes its place"):
+        chat(llm, [HELLO, {"role": "assistant", "content": "a", "function_call": {"name": "f"}}])
+
+
+def test_what_a_template_shows_under_a_condition_is_not_refused(llm):
+    template = (
+        "{% for m in messages %}{% if m.role != 'tool' or tools %}<{{ m.role }}>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    assert rendered(llm, said("user", "tool"), chat_template=template, tools=[SEARCH]) == ["<user>c0<tool>c1"]
+    with pytest.raises(ValueError, match="role='tool'"):
+        rendered(llm, said("user", "tool"), chat_template=template)
+
+
+def test_templates_are_tried_out_once(llm, monkeypatch):
+    renders = []
+    apply = llm.tokenizer.apply_chat_template
+    monkeypatch.setattr(llm.tokenizer, "apply_chat_template", lambda *a, **o: renders.append(1) or apply(*a, **o))
+    template = CHATML + "{# once #}"
+    conversations = [said("developer", "user", "assistant", "user")] * 2
+    rendered(llm, conversations, chat_template=template)
+    renders.clear()
+    rendered(llm, conversations, chat_template=template)
+    assert len(renders) == 2, "a conversation is rendered once"
+
+
+@pytest.mark.parametrize("given", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("used", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_by_the_name_that_the_template_has(llm, monkeypatch, given, used):
+    alias = "transformers.utils.chat_template_utils._alias_reasoning_fields"
+    monkeypatch.setattr(alias, lambda chat: chat, raising=False)  # Releases before 5.24 have none.
+    template = "{% for m in messages %}{{ m.content }}{% if m.NAME %}({{ m.NAME }}){% endif %}{% endfor %}"
+    messages = [HELLO, {"role": "assistant", "content": "a", given: "hm"}]
+    assert rendered(llm, messages, chat_template=template.replace("NAME", used)) == ["introduce yourselfa(hm)"]

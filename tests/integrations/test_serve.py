@@ -10,6 +10,8 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.error
+import urllib.request
 from pathlib import Path
 
 import pytest
@@ -26,12 +28,14 @@ from channels import (
 from checkpoints import assert_idle, greedy, make_ascii_checkpoint, make_llm
 
 from nanovllm import LLM, SamplingParams
+from nanovllm.openai_format import request_names
 
 REASON = "needs OpenAI's client and the server's packages: pip install '.[test]'"
 openai = pytest.importorskip("openai", reason=REASON)
 pytest.importorskip("uvicorn", reason=REASON)
 pytest.importorskip("starlette", reason=REASON)
 server_module = pytest.importorskip("nanovllm.integrations.serving.server")
+Metrics = pytest.importorskip("nanovllm.integrations.serving.metrics").Metrics
 EngineLoop = pytest.importorskip("nanovllm.integrations.serving.engine_loop").EngineLoop
 Responder = pytest.importorskip("nanovllm.openai_format.openai_batch").Responder
 
@@ -345,7 +349,10 @@ def test_a_wrong_key(running, key):
         ({"messages": []}, "empty"),
         ({"messages": [{"role": "user"}]}, "content"),
         ({"messages": [{"role": "user", "content": "a" * 5000}]}, "tokens"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, "encoded"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
+        ({"max_tokens": 5.5}, "max_tokens=5.5: must be an integer"),
+        ({"extra_body": {"best_of": 3}}, "best_of=3: cannot be served; use n"),
+        ({"extra_body": {"echo": True}}, "echo=True: cannot be served; the request has the prompt"),
         ({"extra_body": {"nonsense": 1}}, "nonsense"),
         ({"extra_body": {"prompt_logprobs": 1}}, "prompt_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
@@ -359,10 +366,10 @@ def test_a_wrong_key(running, key):
 @pytest.mark.parametrize("stream", [False, True])
 def test_bad_requests(client, options, message, stream):
     options = {"model": MODEL, "messages": CHAT, "stream": stream} | options
-    if message == "encoded":  # The client refuses to send it.
+    if message == "surrogate":  # The client refuses to send it.
         status, body = post_text(client.base_url.port, json.dumps(options))
         assert status == 400
-        assert "encoded" in body["error"]["message"]
+        assert "message 0, content: holds half of a surrogate pair" in body["error"]["message"]
         return
     with pytest.raises(openai.BadRequestError, match=message) as found:
         client.chat.completions.create(**options)
@@ -428,6 +435,159 @@ def test_an_answer_that_fails(running, client, monkeypatch):
         client.completions.create(**options)
     with pytest.raises(openai.APIError, match="NaN"):
         list(client.completions.create(**options, stream=True))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_roles_that_the_template_leaves_out(running, client, monkeypatch, stream):
+    template = "{% for m in messages %}{% if m.role in ['system', 'user'] %}<{{ m.role }}>{{ m.content }}{% endif %}"
+    monkeypatch.setattr(running.engine, "_chat_template", template + "{% endfor %}")
+    options = {"model": MODEL, "max_tokens": 3, "stream": stream}
+    with pytest.raises(openai.BadRequestError, match="message 1: role='critic': the chat template leaves it out"):
+        client.chat.completions.create(messages=[*CHAT, {"role": "critic", "content": "b"}], **options)
+    answers = [
+        client.chat.completions.create(
+            messages=[{"role": role, "content": "Be brief."}, *CHAT], temperature=0, **options
+        )
+        for role in ("system", "developer")
+    ]
+    if stream:
+        answers = ["".join(part.choices[0].delta.content or "" for part in answer) for answer in answers]
+    else:
+        answers = [(answer.choices[0].message.content, answer.usage.prompt_tokens) for answer in answers]
+    assert answers[0] == answers[1]
+
+
+def test_errors_do_not_speak_of_batches():
+    remedies = [remedy for _, remedy in request_names._UNSERVED.values()]
+    assert not any("batch" in remedy for remedy in remedies)
+
+
+def test_half_of_a_surrogate_pair_anywhere_in_a_body(running, client):
+    """Each is an error of its own, which can be sent."""
+    bodies = [
+        ("/v1/completions", {"prompt": "a\ud83d"}, 400, "prompt: holds half of a surrogate pair"),
+        ("/v1/completions", {"prompt": "a", "stop": "\ud83d"}, 400, "stop='\\ud83d': holds half of a surrogate pair"),
+        ("/v1/completions", {"prompt": "a", "\ud83d": 1}, 400, "unknown option"),
+        ("/v1/completions", {"prompt": "a", "model": "\ud83d"}, 404, "is not served"),
+        ("/v1/chat/completions", {"messages": [{"role": "\ud83d", "content": "a"}]}, 400, "surrogate"),
+    ]
+    for url, body, status, says in bodies:
+        found = post(running, body, url=url)
+        assert found[0] == status, found
+        assert says in found[1]["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_whole_floats_are_integers(client, stream):
+    """As some programs write all numbers."""
+    body = {"max_tokens": 5.0, "n": 1.0, "seed": 3.0, "top_k": 5.0, "min_tokens": 5.0, "logprobs": 1.0}
+    answers = []
+    for options in (body, {name: int(value) for name, value in body.items()}):
+        options = {"prompt": [[5.0, 6.0]] if options is body else [5, 6], "model": MODEL, "extra_body": options}
+        if stream:
+            answers.append("".join(part.choices[0].text for part in client.completions.create(**options, stream=True)))
+        else:
+            answer = client.completions.create(**options)
+            assert answer.usage.completion_tokens == 5
+            answers.append(answer.choices[0].text)
+    assert answers[0] == answers[1]
+
+
+# -- for those who watch it --------------------------------------------------------------------------------------------
+
+
+def test_health(running, monkeypatch):
+    assert get(running, "/health")[0] == 200
+    monkeypatch.setattr(running.engine, "error", RuntimeError("a card fell off the bus"))
+    with pytest.raises(urllib.error.HTTPError) as found:
+        get(running, "/health")
+    assert found.value.code == 503
+
+
+def get(running, url: str):
+    """(status, type, text), without a key."""
+    with urllib.request.urlopen(running.url.removesuffix("/v1") + url, timeout=60) as answer:
+        return answer.status, answer.headers["Content-Type"], answer.read().decode()
+
+
+def numbers(running) -> dict[str, float]:
+    status, kind, text = get(running, "/metrics")
+    assert status == 200
+    assert kind.startswith("text/plain; version=0.0.4")
+    lines = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    label = f'model_name="{MODEL}"'
+    return {name.replace(f"{{{label}}}", "").replace(f"{label},", ""): float(value) for name, _, value in lines}
+
+
+def test_metrics(running, client):
+    before = numbers(running)
+    assert before["nanovllm:num_requests_running"] == before["nanovllm:num_requests_waiting"] == 0
+    assert before["nanovllm:kv_cache_usage_perc"] == 0
+    options = {"model": MODEL, "prompt": [5, 6, 7], "extra_body": {"ignore_eos": True}}
+    client.completions.create(**options, max_tokens=4, n=2)
+    list(client.completions.create(**options, max_tokens=6, stream=True))
+    with client.completions.create(**options, max_tokens=390, stream=True) as stream:
+        next(iter(stream))
+        under_way = numbers(running)
+    assert under_way["nanovllm:num_requests_running"] == 1
+    assert 0 < under_way["nanovllm:kv_cache_usage_perc"] < 1
+    running.wait_until_idle()
+    added = {name: value - before[name] for name, value in numbers(running).items()}
+    assert added["nanovllm:prompt_tokens_total"] == 9
+    assert 14 < added["nanovllm:generation_tokens_total"] < 14 + 390
+    assert added['nanovllm:request_success_total{finished_reason="length"}'] == 3
+    assert added['nanovllm:request_success_total{finished_reason="abort"}'] == 1
+    assert added["nanovllm:time_to_first_token_seconds_count"] == 3
+    assert added['nanovllm:time_to_first_token_seconds_bucket{le="+Inf"}'] == 3
+    assert added["nanovllm:time_to_first_token_seconds_sum"] > 0
+    assert added["nanovllm:e2e_request_latency_seconds_count"] == 2, "those that have come to their end"
+
+
+def test_metrics_are_prometheus_text(running):
+    """A name, labels and a number a line; # HELP and # TYPE before each name; buckets that never fall."""
+    _, _, text = get(running, "/metrics")
+    assert text.endswith("\n")
+    types, buckets = {}, {}
+    for line in text.splitlines():
+        if match := re.fullmatch(r"# (HELP|TYPE) (\S+) (.+)", line):
+            types[match[2]] = match[3]
+            continue
+        name, value = re.fullmatch(r'([a-z:_0-9]+)\{(?:[a-z_]+="[^"]*",?)+\} ([0-9.e+-]+)', line).groups()
+        base = re.sub("_(bucket|sum|count)$", "", name)
+        assert types[base if base in types else name] in ("gauge", "counter", "histogram")
+        if name.endswith("_bucket"):
+            assert float(value) >= buckets.get(name, 0)
+            buckets[name] = float(value)
+    assert len(buckets) == 2
+
+
+def test_names_of_models_are_escaped_in_metrics(running):
+    text = Metrics('a"b\\c\n').text(running.llm.stats())
+    assert 'model_name="a\\"b\\\\c\\n"' in text
+
+
+def test_an_access_log(running, client, caplog):
+    """A line a request, when it has ended: also of streams, of refused requests, and of those that are left."""
+    caplog.set_level("INFO", "nanovllm.access")
+    options = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "extra_body": {"ignore_eos": True}}
+    client.completions.create(**options)
+    list(client.completions.create(**options, stream=True))
+    with pytest.raises(openai.BadRequestError):
+        client.completions.create(model=MODEL, prompt="a", max_tokens=0)
+    with client.completions.create(**options | {"max_tokens": 390}, stream=True) as stream:
+        next(iter(stream))
+    running.wait_until_idle()
+    get(running, "/health?a%0Ab")
+    wait_for(lambda: len(caplog.records) == 5)
+    lines = [record.getMessage() for record in caplog.records]
+    begins = r'\d{4}-\d\d-\d\dT[\d:+-]+ 127\.0\.0\.1 "POST /v1/completions" '
+    served = rf"{begins}200 \d+\.\d{{3}}s prompt_tokens=3 completion_tokens=4 first_token=\d+\.\d{{3}}s finish=length"
+    assert re.fullmatch(served, lines[0])
+    assert re.fullmatch(served, lines[1])
+    assert re.fullmatch(rf"{begins}400 \d+\.\d{{3}}s", lines[2])
+    assert re.fullmatch(rf"{begins}200 .* finish=abort", lines[3])
+    assert '"GET /health" 200' in lines[4]
+    assert MODEL not in "".join(lines), "nothing of what is asked and answered"
 
 
 # -- clients that leave ------------------------------------------------------------------------------------------------
@@ -506,6 +666,7 @@ def test_an_engine_that_dies(path, monkeypatch):
                 client.completions.create(**options)
             with pytest.raises(openai.APIError, match="a card fell off the bus"):
                 list(stream)
+        assert not running.engine.is_serving
         running.thread.join(60)
         assert not running.thread.is_alive()
         running.end()

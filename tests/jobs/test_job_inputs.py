@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from nanovllm.jobs.inputs import Inputs, find_files, hash_id, scan
+from nanovllm.jobs.lines import LineFormat
 
 ROWS = [{"id": 1, "prompt": "grün"}, {"prompt": "b", "topic": "x"}]
 TEXT = '{"id": 1, "prompt": "grün"}\n\n{"prompt": "b", "topic": "x"}'
@@ -36,6 +37,53 @@ def test_parquet_and_urls(tmp_path):
     assert len(rows) == len(expected)
     (tmp_path / "b.jsonl").write_text(TEXT)
     assert rows_of(f"file://{tmp_path}/b.jsonl")[0] == (1, 1, ROWS[0])
+
+
+def test_parquet_as_lines_would_be(tmp_path):
+    """A struct has the keys of all rows, and a map is a list of pairs, to Arrow."""
+    calls = [{"function": {"name": "f", "arguments": {"city": "Oslo", "days": None}}}]
+    rows = [
+        {
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}],
+            "tools": [tool({"city": {"type": "string", "enum": ["Oslo", "Rome"]}})],
+            "notes": {"a": None, "b": [{"c": 1}, {"d": 2}]},
+            "max_tokens": 5.0,
+            "prompt_token_ids": None,
+        },
+        {"messages": [{"role": "user", "content": "b", "name": "x"}], "tools": [tool({"days": {"type": "integer"}})]},
+        {"prompt_token_ids": [5.0, 6.0]},
+    ]
+    variables = pa.array([[("enable_thinking", True)], None, []], pa.map_(pa.string(), pa.bool_()))
+    biases = pa.array([[(5, -1.0)], None, []], pa.map_(pa.int64(), pa.float64()))
+    table = pa.table({name: [row.get(name) for row in rows] for name in rows[0]})
+    table = table.append_column("chat_template_kwargs", variables).append_column("logit_bias", biases)
+    pq.write_table(table, tmp_path / "a.parquet")
+    read = [row for *_, row in rows_of(tmp_path / "a.parquet")]
+    first, second, third = [LineFormat().read(row, 1) for row in read]
+    call = {"function": {"name": "f", "arguments": {"city": "Oslo"}}}
+    assert first.prompt == [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": [call]}]
+    assert first.chat_options.tools == [tool({"city": {"type": "string", "enum": ["Oslo", "Rome"]}})]
+    assert first.chat_options.kwargs == {"enable_thinking": True}
+    assert (first.params.logit_bias, first.params.max_tokens) == (((5, -1.0),), 5)
+    assert first.columns["notes"] == {"b": [{"c": 1}, {"d": 2}]}
+    assert second.prompt == rows[1]["messages"]
+    assert second.chat_options.tools == [tool({"days": {"type": "integer"}})]
+    assert third.prompt == [5, 6]
+
+
+def test_messages_that_are_maps(tmp_path):
+    kind = pa.list_(pa.map_(pa.string(), pa.string()))
+    messages = [{"role": "user", "content": "a"}]
+    table = pa.table(
+        {"messages": pa.array([[list(message.items()) for message in messages], None], kind), "prompt": [None, "b"]}
+    )
+    pq.write_table(table, tmp_path / "a.parquet")
+    assert [LineFormat().read(row, 1).prompt for *_, row in rows_of(tmp_path / "a.parquet")] == [messages, "b"]
+
+
+def tool(properties: dict) -> dict:
+    function = {"name": "f", "parameters": {"type": "object", "properties": properties}}
+    return {"type": "function", "function": function}
 
 
 def test_files_are_found_once_and_in_order(tmp_path):

@@ -179,7 +179,7 @@ def test_a_seed_gives_each_line_its_own():
         ({"body": {"input": "a"}, "url": "/v1/embeddings"}, "url='/v1/embeddings'"),
         ({"body": {}, "url": "/v1/chat/completions"}, "body: has no 'messages'"),
         ({"body": {"prompt": ["a", "b"]}}, "give each prompt a line of its own"),
-        ({"body": {"prompt": "a", "stream": True}}, "stream=True: cannot be served in a batch"),
+        ({"body": {"prompt": "a", "stream": True}}, "stream=True: cannot be served"),
         ({"body": {"prompt": "a", "use_beam_search": True}}, "use_beam_search=True: cannot be served"),
         ({"body": {"prompt": "a", "response_format": {"type": "x"}}}, "response_format="),
         ({"body": {"prompt": "a", "response_format": "json"}}, "response_format="),
@@ -216,6 +216,19 @@ def test_an_id_is_a_text_or_an_integer(line_id):
     with pytest.raises(ValueError, match="must be a text or an integer"):
         read_id({"id": line_id})
     assert id_bytes(7) == id_bytes("7")
+
+
+def test_half_of_a_surrogate_pair_in_an_id():
+    with pytest.raises(ValueError, match=r"^id='a.ud83d': .* it holds half of a surrogate pair, '.ud83d' at index 1,"):
+        read_id({"id": "a\ud83d"})
+
+
+def test_a_systems_message_beside_a_developers():
+    """Both are one to most templates."""
+    line_format = LineFormat(system="Be brief.")
+    messages = [{"role": "developer", "content": "Be kind."}, {"role": "user", "content": "hi"}]
+    assert line_format.read({"messages": messages}, 1).prompt == messages
+    assert line_format.read({"messages": messages[1:]}, 1).prompt[0] == {"role": "system", "content": "Be brief."}
 
 
 # The first lines of the files that vLLM's and OpenAI's guides give as examples, with words of our own.

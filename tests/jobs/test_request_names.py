@@ -1,11 +1,13 @@
 """Parameters of lines under the names of OpenAI and vLLM: served, or the line is refused by name."""
 
 import json
+from typing import get_type_hints
 
 import pytest
 from job_files import read_folder, read_lines
 from test_lines import USER, output
 
+from nanovllm import SamplingParams
 from nanovllm.jobs.lines import LineFormat, answer_row
 from nanovllm.openai_format.openai_batch import Responder
 
@@ -43,6 +45,51 @@ def test_names_that_are_served(row, options):
     assert {name: getattr(found, name) for name in options} == options
 
 
+INTEGERS = ("max_tokens", "max_completion_tokens", "seed", "n", "top_k", "min_tokens", "logprobs", "prompt_logprobs")
+
+
+@pytest.mark.parametrize("name", INTEGERS)
+def test_whole_floats_are_integers(name):
+    """pandas makes floats of a column of integers in which one is missing, and some programs write all numbers so."""
+    option = "max_tokens" if name == "max_completion_tokens" else name
+    for found in (params(**{name: 5.0}), params(extra_body={name: 5.0}), form_of_openai(**{name: 5.0})):
+        assert getattr(found, option) == 5
+        assert type(getattr(found, option)) is int
+    with pytest.raises(ValueError, match=rf"^{option}=5.5: must be .*an integer in"):
+        params(**{name: 5.5})
+
+
+def form_of_openai(**options):
+    return LineFormat().read({"custom_id": "a", "body": {"messages": [USER], **options}}, "a").params
+
+
+def test_every_integer_of_the_parameters_may_be_a_whole_float():
+    """Also those that are added later."""
+    kinds = get_type_hints(SamplingParams)
+    names = [name for name, kind in kinds.items() if kind in (int, int | None)]
+    assert {"prompt_logprobs_start", *INTEGERS} - {"max_completion_tokens"} <= set(names)
+    needed = {"prompt_logprobs_start": {"prompt_logprobs": 1}}
+    for name in names:
+        assert type(getattr(params(**{name: 5.0}, **needed.get(name, {})), name)) is int
+    found = params(stop_token_ids=[5.0, 6], allowed_token_ids=[5.0], logit_bias={"5.0": -1, "6": 2}, logprobs=0.0)
+    assert (found.stop_token_ids, found.allowed_token_ids, found.logprobs) == ((5, 6), (5,), 0)
+    assert found.logit_bias == ((5, -1.0), (6, 2.0))
+    assert params(logprobs=True, top_logprobs=3.0).logprobs == 3
+    for wrong in ({"stop_token_ids": [5.5]}, {"logit_bias": {"5.5": 1}}, {"seed": 1e300}, {"max_tokens": float("inf")}):
+        with pytest.raises(ValueError, match=f"^{next(iter(wrong))}="):
+            params(**wrong)
+    assert LineFormat(seed=5.0).read({"prompt": "a"}, 1).params == LineFormat(seed=5).read({"prompt": "a"}, 1).params
+
+
+def test_token_ids_may_be_whole_floats():
+    for row in ({"prompt_token_ids": [5.0, 6]}, {"prompt": [5.0, 6.0]}, {"body": {"prompt": [5, 6.0]}}):
+        prompt = LineFormat().read(row, 1).prompt
+        assert prompt == [5, 6]
+        assert set(map(type, prompt)) == {int}
+        with pytest.raises(ValueError, match="prompt"):
+            LineFormat().read(json.loads(json.dumps(row).replace("6", "6.5").replace(".5.0", ".5")), 1)
+
+
 @pytest.mark.parametrize(
     "row",
     [
@@ -78,13 +125,13 @@ def test_forms_of_an_answer(row):
         ({"top_logprobs": 3}, "top_logprobs=3: needs logprobs=true"),
         ({"guided_json": SCHEMA, "response_format": {"type": "json_object"}}, "an answer has one form"),
         ({"guided_json": SCHEMA, "guided_regex": "a"}, "exactly one of"),
-        ({"structural_tag": "x"}, "structural_tag='x': cannot be served in a batch"),
-        ({"best_of": 3}, "best_of=3: cannot be served in a batch; use n"),
+        ({"structural_tag": "x"}, "structural_tag='x': cannot be served"),
+        ({"best_of": 3}, "best_of=3: cannot be served; use n"),
         ({"stream": True}, "stream=True"),
-        ({"suffix": "}"}, "suffix='}': cannot be served in a batch; put it into the prompt"),
+        ({"suffix": "}"}, "suffix='}': cannot be served; put it into the prompt"),
         ({"max_new_tokens": 3}, "unknown option 'max_new_tokens': use max_tokens"),
-        ({"functions": [{}]}, "functions=.*: cannot be served in a batch; use tools"),
-        ({"chat_template": "x"}, "chat_template='x': cannot be served in a batch; the job's"),
+        ({"functions": [{}]}, "functions=.*: cannot be served; use tools"),
+        ({"chat_template": "x"}, "chat_template='x': cannot be served; --chat-template"),
         ({"messages": None, "prompt": "a", "tools": [{}]}, "tools: needs 'messages'"),
         ({"messages": None, "prompt": "a", "reasoning_effort": "low"}, "reasoning_effort: needs 'messages'"),
         ({"messages": None, "prompt": "a", "chat_template_kwargs": {"a": 1}}, "chat_template_kwargs: needs 'messages'"),

@@ -2,21 +2,20 @@
 
 import json
 import os
-from collections.abc import Callable, Iterable, Mapping
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
+from nanovllm.engine.text.template_facts import Conversation, Message, TemplateFacts, with_marks
 from nanovllm.sampling_params import misplaced_option
-from nanovllm.utils.checks import one_line, quoted, refuse_constant, shortened
+from nanovllm.utils.checks import half_pair, one_line, quoted, refuse_constant, shortened
+from nanovllm.utils.table_values import as_list, as_mapping, is_map, plain, plain_schema, without_nulls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-Message = dict[str, Any]
-Conversation = list[Message]
 Messages = Iterable[Message] | Iterable[Iterable[Message]]  # one conversation or several, not checked yet
 ToolCall = dict[str, Any]
 Schema = dict[str, Any]  # of a tool, as OpenAI writes it
@@ -33,12 +32,13 @@ _OF_TRANSFORMERS = (
 
 # How the types of a message's parts begin that are no texts.
 _NO_TEXTS = ("image", "video", "audio", "input_image", "input_audio")
-_MAX_KNOWN = 64  # templates; what each expects is kept
-_PROBES = ("first-probe", "second-probe")  # texts that no template has of its own
 
 
 def as_conversations(messages: Any) -> list[Conversation]:
     """Checked conversations; the arguments of tool calls are dicts, also where they came as JSON text.
+
+    What tables make of them is undone: a key whose value is null is left out, as an empty list of tool calls is, and
+    arrays and the pairs of maps become lists and dicts.
 
     Args:
         messages: one conversation or a list of them. A message is {"role": ..., "content": ...}, where content is a
@@ -49,8 +49,8 @@ def as_conversations(messages: Any) -> list[Conversation]:
     """
     if isinstance(messages, str | Mapping) or not hasattr(messages, "__iter__"):
         raise ValueError(f"messages: must be a list of messages or of conversations, not {type(messages).__name__}")
-    messages = list(messages)
-    is_one = any(not isinstance(message, list | tuple) for message in messages)
+    messages = [as_list(each) for each in messages]
+    is_one = any(not isinstance(each, list | tuple) or is_map(each) for each in messages)
     conversations = []
     for i, conversation in enumerate([messages] if is_one else messages):
         if not conversation:
@@ -60,51 +60,63 @@ def as_conversations(messages: Any) -> list[Conversation]:
 
 
 def _check_message(message: object, where: str) -> Message:
-    if not isinstance(message, Mapping):
+    message = as_mapping(message)
+    if not isinstance(message, dict | Mapping):
         raise ValueError(f"{where}: must be a dict with role and content, not {type(message).__name__}")
-    role, content = message.get("role"), message.get("content")
+    checked = without_nulls(message)
+    role, content = checked.get("role"), as_list(checked.get("content"))
     if not isinstance(role, str) or not role:
         raise ValueError(f"{where}: role={quoted(role)}: must be a text such as 'user'")
-    calls = message.get("tool_calls")
-    checked = dict(message) if calls is None else dict(message) | {"tool_calls": _check_tool_calls(calls, where)}
+    if "function_call" in checked:
+        raise ValueError(f"{where}: function_call: tool_calls takes its place")
+    calls = None
+    if "tool_calls" in checked and (calls := _check_tool_calls(checked.pop("tool_calls"), where)):
+        checked["tool_calls"] = calls
     if isinstance(content, str) or (content is None and calls):
         return checked
     if not isinstance(content, list | tuple):
         raise ValueError(f"{where}: content must be a text or a list of text parts, not {type(content).__name__}")
-    for k, part in enumerate(content):
+    parts = [as_mapping(part) for part in content]
+    for k, part in enumerate(parts):
         kind = part.get("type") if isinstance(part, Mapping) else None
         if isinstance(kind, str) and kind.startswith(_NO_TEXTS):
             raise ValueError(f"{where}: content[{k}] has type {quoted(kind)}: only the text part of a model is loaded")
         if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise ValueError(f'{where}: content[{k}] must be {{"type": "text", "text": ...}}')
-    return checked | {"content": [dict(part) for part in content]}
+    return checked | {"content": list(map(without_nulls, parts))}
 
 
 def _check_tool_calls(calls: object, where: str) -> list[ToolCall]:
+    calls = as_list(calls)
     if not isinstance(calls, list | tuple):
         raise ValueError(f"{where}: tool_calls must be a list, not {type(calls).__name__}")
     checked = []
-    for k, call in enumerate(calls):
-        function = call.get("function", call) if isinstance(call, Mapping) else None
+    for k, each in enumerate(calls):
+        call = as_mapping(each)
+        call = without_nulls(call) if isinstance(call, Mapping) else call
+        function = as_mapping(call.get("function", call)) if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise ValueError(f'{where}: tool_calls[{k}] must be {{"function": {{"name": ..., "arguments": ...}}}}')
-        function = dict(function)
-        if function.get("arguments") is not None:
+        function = without_nulls(function)
+        if "arguments" in function:
             try:
                 function["arguments"] = _as_arguments(function["arguments"])
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{where}: tool_calls[{k}]: arguments must be a JSON object, or the text of one: {error}"
                 ) from error
-        checked.append(dict(call) | {"function": function} if "function" in call else function)
+        checked.append(call | {"function": function} if "function" in call else function)
     return checked
 
 
 def _as_arguments(value: object) -> dict[str, Any]:
-    parsed = json.loads(value or "{}", parse_constant=refuse_constant) if isinstance(value, str) else value
-    if not isinstance(parsed, Mapping):
+    if isinstance(value, str):
+        parsed = json.loads(value or "{}", parse_constant=refuse_constant)
+    else:
+        parsed = plain(as_mapping(value))
+    if not isinstance(parsed, dict):
         raise ValueError(f"{quoted(value)} is none")
-    return dict(parsed)
+    return parsed
 
 
 def _read_template(chat_template: object, names: object) -> str | None:
@@ -154,7 +166,8 @@ def _check_template_kwargs(chat_template_kwargs: object) -> None:
 
 
 def as_tools(tools: Iterable[Tool] | None) -> list[Schema] | None:
-    """The schemas of tools, as chat templates read them; None if there are none.
+    """The schemas of tools, as chat templates read them; None if there are none. What tables make of schemas is undone,
+    as in as_conversations.
 
     Args:
         tools: a list of OpenAI's tool schemas, or of functions with type hints and a docstring in Google's style.
@@ -165,18 +178,23 @@ def as_tools(tools: Iterable[Tool] | None) -> list[Schema] | None:
         return None
     if isinstance(tools, str | Mapping) or callable(tools) or not hasattr(tools, "__iter__"):
         raise TypeError(f"tools: must be a list of schemas or functions, not {type(tools).__name__}")
-    return [_as_schema(tool, f"tools[{i}]") for i, tool in enumerate(tools)] or None
+    return [_as_schema(tool, f"tools[{i}]") for i, tool in enumerate(as_list(tools))] or None
 
 
 def _as_schema(tool: object, where: str) -> Schema:
+    tool = as_mapping(tool)
     if isinstance(tool, Mapping):
+        try:
+            tool = plain_schema(tool)
+        except RecursionError:
+            raise ValueError(f"{where}: is nested too deep") from None
         function = tool.get("function", tool)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(
                 f'{where}: must be {{"type": "function", "function": {{"name": ..., "description": ..., "parameters": '
                 "...}}"
             )
-        return dict(tool)
+        return tool
     if not callable(tool) or isinstance(tool, type):
         raise TypeError(f"{where}: must be a schema or a function, not {type(tool).__name__}")
     from transformers.utils import get_json_schema
@@ -198,8 +216,7 @@ class TemplateRenderer:
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None"):
         self._tokenizer: Any = tokenizer  # Their types leave open what a call returns.
-        self._expected_content = lru_cache(_MAX_KNOWN)(self._find_expected_content)
-        self._expects_json = lru_cache(_MAX_KNOWN)(self._find_whether_json_is_expected)
+        self._facts = TemplateFacts(tokenizer)
 
     def render(
         self,
@@ -234,13 +251,10 @@ class TemplateRenderer:
         if tools and "tools" not in template:
             raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
         options = {"chat_template": template, "tools": tools} | options | (chat_template_kwargs or {})
-        texts = []
-        for i, conversation in enumerate(conversations):
-            try:
-                texts.append(self._render([self._as_expected(message, template) for message in conversation], options))
-            except ValueError as error:
-                raise ValueError(f"conversation {i}: {error}") from error
-        return texts
+        return [
+            self._render(conversation, template, options, f"conversation {i}")
+            for i, conversation in enumerate(conversations)
+        ]
 
     def template_text(self, chat_template: Template | None) -> str:
         """The text of a template as `render` takes it: of all of the tokenizer's, if it has several."""
@@ -250,69 +264,75 @@ class TemplateRenderer:
             return "\n".join(own.values()) if template is None else own.get(template, template)
         return (own or "") if template is None else template
 
-    def _render(self, conversation: Conversation, options: Variables) -> str:
+    def _render(self, conversation: Conversation, template: str, options: Variables, where: str) -> str:
+        """Raises ValueError."""
+        expected, hidden = self._facts.as_expected(conversation, template)
+        try:
+            text = self._apply(expected, options)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if hidden:
+            self._check_shown(expected, hidden, template, options, where)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(_describe_half_pair(conversation, options["tools"], where, error)) from error
+        return text
+
+    def _check_shown(
+        self, conversation: Conversation, indices: list[int], template: str, options: Variables, where: str
+    ) -> None:
+        """Raises ValueError for the first of these messages that is not in the text."""
+        conversation, marks = with_marks(conversation, indices)
+        try:
+            text = self._apply(conversation, options)
+        except ValueError:
+            return  # The template reads what messages say.
+        for j, mark in marks.items():
+            if mark in text:
+                continue
+            role = conversation[j]["role"]
+            roles = ", ".join(self._facts.shown_roles(template))
+            hint = "; calls go into tool_calls, and what they return into the role tool" * (role == "function")
+            raise ValueError(
+                f"{where}, message {j}: role={quoted(role)}: the chat template leaves it out of the prompt here; it "
+                f"shows {roles or 'no role'}{hint}"
+            )
+
+    def _apply(self, conversation: Conversation, options: Variables) -> str:
         """Raises ValueError."""
         try:
             return self._tokenizer.apply_chat_template(conversation, tokenize=False, **options)
         except Exception as error:  # Templates raise whatever they like: they divide by zero and call themselves.
-            # A message with tool calls alone has None for its content. Some templates add content to a text.
-            if any(m.get("content") is None for m in conversation):
-                return self._render([m | {"content": m.get("content") or ""} for m in conversation], options)
+            # A message with tool calls alone has no content. Some templates add it to a text.
+            if any("content" not in m for m in conversation):
+                return self._apply([{"content": ""} | m for m in conversation], options)
             reason = shortened(error) if isinstance(error, TemplateError) else one_line(error)
             raise ValueError(f"the chat template cannot render it: {reason}") from error
 
-    def _as_expected(self, message: Message, template: str) -> Message:
-        """The message as the template expects it: its content as a text or a list of parts, the arguments of tool calls
-        as mappings or as JSON text."""
-        if message.get("tool_calls") and self._expects_json(template):
-            message = message | {"tool_calls": [_with_json(call) for call in message["tool_calls"]]}
-        content = message.get("content")
-        if content is None:
-            return message
-        expected = self._expected_content(template, message["role"]) or self._expected_content(template, "user")
-        if isinstance(content, str):
-            is_right = "text" in expected or not expected
-            return message if is_right else message | {"content": [{"type": "text", "text": content}]}
-        return message if "parts" in expected else message | {"content": "\n".join(part["text"] for part in content)}
 
-    def _find_expected_content(self, template: str, role: str) -> tuple[str, ...]:
-        """What the template shows of a message's content: "text", "parts", both or none. Tried out, because templates
-        may pass it through macros."""
-        expected = []
-        parts = [{"type": "text", "text": probe} for probe in _PROBES]
-        forms = {"text": " ".join(_PROBES), "parts": parts}
-        for name, content in forms.items():
-            other: Message = {"role": "user", "content": "x"}
-            message: Message = {"role": role, "content": content}
-            conversation = [message] if role == "user" else [message, other] if role == "system" else [other, message]
-            text = self._try_out(template, conversation)
-            # In quotes, it is the list as Python or JSON writes it.
-            if all(probe in text and f"'{probe}'" not in text and f'"{probe}"' not in text for probe in _PROBES):
-                expected.append(name)
-        return tuple(expected)
-
-    def _find_whether_json_is_expected(self, template: str) -> bool:
-        """Whether the template writes arguments of tool calls only if they are a text."""
-        name, value = _PROBES
-        shown = []
-        for arguments in ({name: value}, json.dumps({name: value})):
-            function = {"name": "f", "arguments": arguments}
-            call = {"id": "abcdefghi", "type": "function", "function": function, **function}
-            message = {"role": "assistant", "content": "", "tool_calls": [call]}
-            text = self._try_out(template, [{"role": "user", "content": "x"}, message])
-            shown.append(name in text and f"'{name}': '{value}'" not in text)
-        return shown == [False, True]
-
-    def _try_out(self, template: str, conversation: Conversation) -> str:
-        """The rendered conversation, or nothing if the template refuses it."""
-        try:
-            return self._tokenizer.apply_chat_template(conversation, chat_template=template, tokenize=False)
-        except Exception:  # Templates raise whatever they like, also of what they do not expect.
-            return ""
+def _describe_half_pair(
+    conversation: Conversation, tools: list[Schema] | None, where: str, error: UnicodeEncodeError
+) -> str:
+    """Which message or tool holds half of a surrogate pair. error: of the whole text."""
+    named = [(f"{where}, message {j}, {name}", value) for j, m in enumerate(conversation) for name, value in m.items()]
+    for name, value in [*named, *((f"tools[{i}]", tool) for i, tool in enumerate(tools or ()))]:
+        for text in _texts(value):
+            try:
+                text.encode()
+            except UnicodeEncodeError as own:
+                return f"{name}: {half_pair(own)}"
+    return f"{where}: the rendered text {half_pair(error)}"
 
 
-def _with_json(call: ToolCall) -> ToolCall:
-    """A tool call with its arguments as text."""
-    function = call.get("function", call)
-    function = function | {"arguments": json.dumps(function.get("arguments") or {}, ensure_ascii=False)}
-    return call | {"function": function} if "function" in call else function
+def _texts(value: Any) -> Iterator[str]:
+    """All texts in a value of any depth, keys included."""
+    left = [value]
+    while left:
+        value = left.pop()
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, Mapping):
+            left += [*value.values(), *value]
+        elif isinstance(value, list | tuple):
+            left += value

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.text.chat import Messages, Template, TemplateRenderer, Tool, Variables
 from nanovllm.engine.text.prompts import Prompt, read_prompt
+from nanovllm.utils.checks import half_pair
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -111,8 +112,8 @@ class PromptEncoder:
             raise ValueError("is a text, but skip_tokenizer_init is set: pass token ids")
         try:
             text.encode()  # The tokenizer's own message for a lone surrogate is that this is no text.
-        except UnicodeError as error:
-            raise ValueError(f"cannot be encoded: {error}") from error
+        except UnicodeEncodeError as error:
+            raise ValueError(half_pair(error)) from error
         length = CHARACTERS_PER_TOKEN * self._max_len
         while length < len(text):
             num_tokens = len(self._tokenizer(text[:length], verbose=False)["input_ids"])

@@ -1,15 +1,16 @@
 """One call of OpenAI's API: from its body to a submission, and from the submission's events to its answer."""
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 from uuid import uuid4
 
 from nanovllm import AnswerFormat, AnswerSplitter, StreamDelta
 from nanovllm.integrations.serving.engine_loop import Submission
+from nanovllm.integrations.serving.metrics import CallRecord
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
-from nanovllm.openai_format.request_names import Row, make_params, read_parameters
+from nanovllm.openai_format.request_names import Row, as_token_ids, make_params, read_parameters
 from nanovllm.utils.checks import quoted
+from nanovllm.utils.text_json import as_json
 
 
 class FailedAnswer(RuntimeError):
@@ -22,6 +23,7 @@ class Call:
     Attributes:
         submission: what the engine gets.
         streams: whether the answer is sent in parts.
+        record: what is counted of it.
     """
 
     def __init__(
@@ -50,13 +52,17 @@ class Call:
         if not isinstance(options, dict):
             raise ValueError(f"stream_options={quoted(options)}: must be an object")
         self._includes_usage = bool(options.get("include_usage"))
+        # As OpenAI means it: with false an answer has at most one call. What the model writes after it is no call.
+        self._allows_several_calls = body.pop("parallel_tool_calls", True)
+        if not isinstance(self._allows_several_calls, bool):
+            raise ValueError(f"parallel_tool_calls={quoted(self._allows_several_calls)}: must be true or false")
         prompts = None
         if kind == COMPLETION and _is_batch(body.get("prompt")):
-            prompts = body["prompt"]
+            prompts = list(map(as_token_ids, body["prompt"]))
             body["prompt"] = prompts[0]
         _, prompt, given = read_request({"body": body, "url": kind.url})
         options, chat_options = read_parameters(given, kind == CHAT)
-        # As in a batch, an answer without max_tokens ends where the model ends it.
+        # As in a job, an answer without max_tokens ends where the model ends it.
         params = make_params({"max_tokens": None} | options)
         if params.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs: is not served; use LLM.generate or LLM.score")
@@ -67,17 +73,25 @@ class Call:
             [prompt] if prompts is None else prompts, params, chat_options if kind == CHAT else None
         )
         self.submission.splits_answers = self._splits_reasoning or self._tools is not None
+        self.record = CallRecord()
+
+    def end(self) -> None:
+        """Called when nobody waits for more of the answer."""
+        self.record.end(self.submission.num_choices)
 
     async def accepted(self) -> int:
         """The number of prompt tokens, when the engine has them all. Raises ValueError or TypeError if it refuses one,
         EngineDied."""
-        return _checked(await self.submission.events.get())
+        num_prompt_tokens = _checked(await self.submission.events.get())
+        self.record.num_prompt_tokens = num_prompt_tokens
+        return num_prompt_tokens
 
     async def _deltas(self) -> AsyncIterator[tuple[int, StreamDelta]]:
         """Until all choices have ended. Raises EngineDied and FailedAnswer."""
         num_left = self.submission.num_choices
         while num_left:
             choice, delta = _checked(await self.submission.events.get())
+            self.record.add(delta)
             if delta["finish_reason"] == "error":
                 raise FailedAnswer(delta["error"])
             num_left -= delta["finish_reason"] is not None
@@ -111,7 +125,7 @@ class Call:
         sample["content"] = content
         sample["tool_calls"] = [
             {"index": i, "id": f"call_{uuid4().hex}", "type": "function", "function": _as_json(call["function"])}
-            for i, call in enumerate(calls, first)
+            for i, call in enumerate(self._allowed(calls, first), first)
         ]
         if finish_reason == "stop" and (calls or first):
             sample["finish_reason"] = "tool_calls"
@@ -156,9 +170,13 @@ class Call:
             yield _event(head | {"choices": [], "usage": usage(num_prompt_tokens, num_tokens)})
         yield "data: [DONE]\n\n"
 
+    def _allowed(self, calls: list[Row], num_before: int = 0) -> list[Row]:
+        """Those of a choice's calls that are sent. num_before: that have been."""
+        return calls if self._allows_several_calls else calls[: max(1 - num_before, 0)]
+
 
 def _as_json(function: Row) -> Row:
-    return {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {"name": function["name"], "arguments": as_json(function["arguments"])}
 
 
 def _is_batch(prompt: Any) -> bool:
@@ -179,7 +197,7 @@ def _shift(logprobs: Row, starts: list[int], index: int) -> None:
 
 
 def _event(body: Row) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+    return f"data: {as_json(body)}\n\n"
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> Row:

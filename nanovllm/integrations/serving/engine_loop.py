@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm import LLM, SamplingParams, StreamDelta
+from nanovllm import LLM, EngineStats, SamplingParams, StreamDelta
 from nanovllm.openai_format.request_names import ChatOptions
 
 logger = logging.getLogger(__name__)
@@ -87,6 +87,14 @@ class EngineLoop:
             raise self._end
         self._open.add(submission)
         self._inbox.put(submission)
+
+    @property
+    def is_serving(self) -> bool:
+        """Whether calls are accepted."""
+        return self._end is None and self.error is None and self._thread.is_alive()
+
+    def stats(self) -> EngineStats:
+        return self._llm.stats()  # Counters, which may be read from any thread.
 
     def cancel(self, submission: Submission) -> None:
         """Drop what is left of a submission. Called at the end of each submission."""

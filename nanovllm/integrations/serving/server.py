@@ -20,10 +20,12 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from nanovllm import LLM
+from nanovllm.integrations.serving.access_log import AccessLog, show_access_log
 from nanovllm.integrations.serving.calls import Call, FailedAnswer, error_body
 from nanovllm.integrations.serving.engine_loop import EngineDied, EngineLoop, ServerEnds
+from nanovllm.integrations.serving.metrics import CONTENT_TYPE, Metrics
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder
-from nanovllm.utils.text_json import parse_json
+from nanovllm.utils.text_json import as_json, parse_json
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +41,7 @@ class Api:
         """splits: splits_reasoning and splits_tool_calls, as Call's."""
         self._engine, self._responder, self._splits = engine, responder, splits
         self._key = None if api_key is None else api_key.encode()
+        self._metrics = Metrics(responder.model)
 
     def app(self) -> Starlette:
         routes = [
@@ -46,6 +49,8 @@ class Api:
             Route(COMPLETION.url, partial(self._complete, COMPLETION), methods=["POST"]),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
+            Route("/health", self._health),
+            Route("/metrics", self._show_metrics),
         ]
         handlers: Any = {HTTPException: _http_error, ServerEnds: _server_error, FailedAnswer: _server_error}
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
@@ -65,16 +70,24 @@ class Api:
         if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
             raise HTTPException(401, "wrong API key: send the one of --api-key as 'Authorization: Bearer KEY'")
 
+    # -- for those who watch the server: no key, because they get nothing of what is asked and answered ----------------
+
+    async def _health(self, request: Request) -> Response:
+        return Response(status_code=200 if self._engine.is_serving else 503)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        return Response(self._metrics.text(self._engine.stats()), headers={"Content-Type": CONTENT_TYPE})
+
     # -- models ------------------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
         self._check_key(request)
-        return JSONResponse({"object": "list", "data": [self._describe()]})
+        return _Json({"object": "list", "data": [self._describe()]})
 
     async def _model(self, request: Request) -> Response:
         self._check_key(request)
         self._check_model(request.path_params["name"])
-        return JSONResponse(self._describe())
+        return _Json(self._describe())
 
     def _describe(self) -> dict[str, Any]:
         return {"id": self._responder.model, "object": "model", "created": 0, "owned_by": "nanovllm"}
@@ -91,13 +104,15 @@ class Api:
         self._check_model(body.get("model"))
         try:
             call = Call(kind, body, self._engine.answers, **self._splits)
+            call.record.metrics = self._metrics
+            request.state.record = call.record
             self._engine.submit(call.submission)
             try:
                 if call.streams:
                     return await self._stream(call)
                 return await self._answer(call, request)
             except BaseException:
-                self._engine.cancel(call.submission)
+                self._end(call)
                 raise
         except (ValueError, TypeError, ImportError) as error:
             raise HTTPException(400, str(error)) from error
@@ -108,18 +123,33 @@ class Api:
         leaving = asyncio.ensure_future(_wait_for_disconnect(request))
         try:
             await asyncio.wait({answer, leaving}, return_when=asyncio.FIRST_COMPLETED)
-            return JSONResponse(answer.result()) if answer.done() else Response(status_code=499)  # Nobody reads it.
+            return _Json(answer.result()) if answer.done() else Response(status_code=499)  # Nobody reads it.
         finally:
             answer.cancel()
             leaving.cancel()
-            self._engine.cancel(call.submission)
+            self._end(call)
 
     async def _stream(self, call: Call) -> Response:
         num_prompt_tokens = await call.accepted()  # Until then an error has a status of its own.
         events = call.events(self._responder, num_prompt_tokens)
-        end = BackgroundTask(self._engine.cancel, call.submission)  # also called when the client has left
+        end = BackgroundTask(self._end_stream, call)  # also called when the client has left
         headers = {"Cache-Control": "no-cache"}
         return StreamingResponse(events, headers=headers, media_type="text/event-stream", background=end)
+
+    async def _end_stream(self, call: Call) -> None:
+        """In the event loop: starlette gives a function that is no coroutine to a thread."""
+        self._end(call)
+
+    def _end(self, call: Call) -> None:
+        self._engine.cancel(call.submission)
+        call.end()
+
+
+class _Json(JSONResponse):
+    """Texts may hold half of a surrogate pair, which is escaped: arguments of a call, and messages about a request."""
+
+    def render(self, content: Any) -> bytes:
+        return as_json(content).encode()
 
 
 async def _read_body(request: Request) -> dict[str, Any]:
@@ -150,12 +180,12 @@ async def _http_error(request: Request, error: HTTPException) -> Response:
     kind = _TYPES.get(error.status_code, "invalid_request_error")
     codes = {401: "invalid_api_key", 404: "not_found"}
     body = error_body(error.detail, kind, codes.get(error.status_code))
-    return JSONResponse(body, error.status_code, headers=error.headers)
+    return _Json(body, error.status_code, headers=error.headers)
 
 
 async def _server_error(request: Request, error: Exception) -> Response:
     status = 503 if type(error) is ServerEnds else 500
-    return JSONResponse(error_body(str(error), "server_error"), status)
+    return _Json(error_body(str(error), "server_error"), status)
 
 
 # -- the process -------------------------------------------------------------------------------------------------------
@@ -166,7 +196,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, **splits: bool):
         """splits: as Api's."""
-        app = Api(engine, responder, api_key, **splits).app()
+        app: Any = AccessLog(Api(engine, responder, api_key, **splits).app())
         options: Any = {"log_level": "warning", "access_log": False, "lifespan": "on"}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
         self._engine = engine
@@ -186,6 +216,7 @@ def serve(
     chat_template: str | None = None,
     split_reasoning: bool = False,
     split_tool_calls: bool = False,
+    access_log: bool = False,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C, which raises KeyboardInterrupt.
@@ -198,12 +229,15 @@ def serve(
         chat_template: a Jinja template instead of the tokenizer's.
         split_reasoning: whether chats' answers have what the model thinks apart from their content.
         split_tool_calls: whether answers of chats with tools have the calls apart from their content.
+        access_log: whether each request is a line on standard error.
         options: LLM's.
 
     Raises:
         ValueError, TypeError, OSError, MemoryError: a wrong option, or an address that is taken.
         EngineDied: a step failed. The calls under way got status 500.
     """
+    if access_log:
+        show_access_log()
     api_key = api_key or os.environ.get("NANOVLLM_API_KEY")
     if api_key is None and not _is_loopback(host):
         logger.warning("host=%s: whoever reaches this machine may use the model; consider --api-key", host)
