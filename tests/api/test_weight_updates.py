@@ -49,11 +49,11 @@ def test_an_engine_changes_its_weights_and_sleeps(pairs, name, num_ranks):
     """With new weights it is one of their checkpoint, and it wakes up as it was."""
     old, new = pairs[name]
     with make_llm(old, tensor_parallel_size=num_ranks) as llm:
-        for path in (old, new, old):
+        for path in (new, old):
             llm.update_weights(iter(tensors_of(path).items()))
             assert complete(llm, PROMPTS, greedy(12)) == expected(path)
             assert_idle(llm)
-        for level in (1, 2, 1):
+        for level in (1, 2):
             llm.sleep(level)
             llm.wake_up()
             assert complete(llm, PROMPTS, greedy(12)) == expected(old)
