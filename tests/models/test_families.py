@@ -1,7 +1,8 @@
 """Every family on every kind of engine, against transformers: float32 on the CPU, token for token.
 
 The families are the rows of tests/helpers/families.py. Each test here is a column: one engine, over the row's
-checkpoint. NANOVLLM_PARITY_CASES sets how many more checkpoints of a row are drawn for the first columns.
+checkpoint. NANOVLLM_PARITY_CASES sets how many more checkpoints of a row are drawn for the first column; and, with
+`-m nightly`, for two others.
 """
 
 import json
@@ -47,16 +48,17 @@ CRAMPED = {"num_kvcache_blocks": 8, "max_num_batched_tokens": 20}
 PARAMS = [greedy(NUM_TOKENS, logprobs=0 if i % 2 else None) for i in range(4)]
 
 
-def over(rows):
+def over(rows, *marks_of_drawn):
     """A test for each of these rows. Those of one row come together, so each checkpoint is made once."""
-    params = [
-        pytest.param(row, id=row[0] if row[1] is None else f"{row[0]}-{row[1]}", marks=needs_family(row[0]))
-        for row in rows
-    ]
+    params = []
+    for family, seed in rows:
+        marks = [needs_family(family), *(() if seed is None else marks_of_drawn)]
+        params.append(pytest.param((family, seed), id=family if seed is None else f"{family}-{seed}", marks=marks))
     return pytest.mark.parametrize("case", params, indirect=True)
 
 
 every_case, every_row = over(ROWS), over(ROWS[: len(FAMILIES)])
+drawn_nightly = over(ROWS, pytest.mark.nightly)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def tuned_products(llm) -> set[Key]:
     return {problem.key._replace(phase="") for layer, _ in measured for problem in layer_problems(layer)}
 
 
-@every_case
+@drawn_nightly
 def test_chunks_and_preempted_sequences(case):
     with make_llm(case.path, max_model_len=case.max_model_len, **CRAMPED) as llm:
         case.assert_like_transformers(generate(llm, case.prompts, PARAMS))
@@ -105,7 +107,7 @@ def test_one_step_after_the_other_without_a_cache(case):
         assert_idle(llm)
 
 
-@every_case
+@drawn_nightly
 def test_prompts_beside_decode_steps(case):
     """The first prompt alone is prefilled. The others enter beside its decode steps, since they end before it."""
     limits, is_mixed = (12, 6, 2, 4), []
