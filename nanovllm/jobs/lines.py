@@ -75,7 +75,7 @@ class LineFormat:
         if self.template is not None and self.prompt_column is not None:
             raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
         check_rules(self)
-        object.__setattr__(self, "seed", SamplingParams(seed=self.seed).seed)  # Raises if it is none.
+        object.__setattr__(self, "seed", make_params({"seed": self.seed}).seed)  # Raises if it is none.
         _ = self._base_params, self._template_parts
 
     def given(self) -> Row:

@@ -54,7 +54,7 @@ class Metrics:
             ("num_requests_running", "gauge", "Sequences that are computed now.", stats["running"]),
             ("num_requests_waiting", "gauge", "Sequences that wait for their turn.", stats["waiting"]),
             ("kv_cache_usage_perc", "gauge", "Share of the KV cache in use, 0 to 1.", usage),
-            ("prompt_tokens_total", "counter", "Tokens of prompts.", stats["prompt_tokens"]),
+            ("prompt_tokens_total", "counter", "Tokens of prompts, for each sample.", stats["prompt_tokens"]),
             ("generation_tokens_total", "counter", "Generated tokens.", stats["generated_tokens"]),
             ("prefix_cache_queries_total", "counter", "Prompt tokens looked up.", stats["prefix_cache_queries"]),
             ("prefix_cache_hits_total", "counter", "Prompt tokens found.", stats["prefix_cache_hits"]),
