@@ -5,10 +5,11 @@ import re
 from array import array
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from checkpoints import complete, greedy
+
+pd = pytest.importorskip("pandas", reason="needs the extra test")
 
 TEXTS = ["the table names a block", "slots"]
 IDS = [5, 6, 7]
