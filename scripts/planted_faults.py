@@ -2,7 +2,7 @@
 
     python scripts/planted_faults.py                         all faults
     python scripts/planted_faults.py NAME ...                some
-    python scripts/planted_faults.py --sample 10 --seed 1    ten at random
+    python scripts/planted_faults.py --sample 10 --seed 1    ten at random; --quick: of those that take a few seconds
     python scripts/planted_faults.py --list
 
 The faults are in planted_faults.txt. Each changes a line or two of the package as a refactor could by mistake. Tests of
@@ -51,7 +51,8 @@ IMPORTED = (
     *("hypothesis", "huggingface_hub", "xxhash"),
 )
 _PASSED, _FAILED = 0, 1  # pytest's exit codes
-_KEYS = ("file", "tests", "hangs")
+_KEYS = ("file", "tests", "hangs", "slow")
+_SUBJECT = re.compile(r"# -- (.+?) -+")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -70,7 +71,9 @@ class Fault:
         file: what it changes, relative to the repository.
         old, new: the text that is replaced, and what replaces it.
         tests: pytest's targets that should notice it: files, or single tests.
+        subject: the heading above it.
         hangs: whether tests notice it by waiting for ever.
+        is_slow: whether that takes more than about ten seconds.
     """
 
     name: str
@@ -78,7 +81,9 @@ class Fault:
     old: str
     new: str
     tests: tuple[str, ...]
+    subject: str = ""
     hangs: bool = False
+    is_slow: bool = False
 
     def planted(self, root: Path) -> str:
         """The file's text with the fault. Raises FaultListError if the fault does not fit the file."""
@@ -109,7 +114,7 @@ class Fault:
 def read_faults(path: Path) -> list[Fault]:
     """The faults of a list. Raises FaultListError for one that is not as planted_faults.txt says."""
     faults: dict[str, Fault] = {}
-    for name, lines in _sections(path):
+    for subject, name, lines in _sections(path):
         values: dict[str, str] = {}
         parts: dict[str, list[str]] = {"-": [], "+": []}
         for line in lines:
@@ -123,28 +128,30 @@ def read_faults(path: Path) -> list[Fault]:
         tests, old, new = tuple(values.get("tests", "").split()), *map("\n".join, parts.values())
         if name in faults:
             raise FaultListError(f"{name}: comes twice")
-        if not ("file" in values and tests and old) or old == new or values.get("hangs", "yes") != "yes":
+        if not ("file" in values and tests and old) or old == new:
             raise FaultListError(f"{name}: must have a file, tests, lines '- ', and other lines '+ ' or none")
-        faults[name] = Fault(name, values["file"], old, new, tests, "hangs" in values)
+        if not {values.get("hangs", "yes"), values.get("slow", "yes")} == {"yes"}:
+            raise FaultListError(f"{name}: hangs and slow can only be yes")
+        is_slow = "slow" in values or "hangs" in values
+        faults[name] = Fault(name, values["file"], old, new, tests, subject, "hangs" in values, is_slow)
     return list(faults.values())
 
 
-def _sections(path: Path) -> Iterator[tuple[str, list[str]]]:
-    """Each fault's name and its lines."""
-    name, lines = "", list[str]()
+def _sections(path: Path) -> list[tuple[str, str, list[str]]]:
+    """Each fault's subject, its name and its lines."""
+    subject, found = "", list[tuple[str, str, list[str]]]()
     for line in path.read_text(encoding="utf-8").splitlines():
+        if heading := _SUBJECT.fullmatch(line):
+            subject = heading[1]
         if not line.strip() or line.startswith("#"):
             continue
         if line.startswith("["):
-            if name:
-                yield name, lines
-            name, lines = line.strip("[] "), []
-        elif name:
-            lines.append(line)
+            found.append((subject, line.strip("[] "), []))
+        elif found:
+            found[-1][2].append(line)
         else:
             raise FaultListError(f"{path.name}: {line!r} comes before the first [name]")
-    if name:
-        yield name, lines
+    return found
 
 
 @dataclass(frozen=True)
@@ -354,15 +361,19 @@ def run(faults: Sequence[Fault], root: Path, jobs: int, timeout: float, has_base
     return not survived and not wrong
 
 
-def chosen(faults: Sequence[Fault], names: Sequence[str], sample: int | None, seed: int | None) -> list[Fault]:
-    """The faults of these names, or all; of them a sample. Raises FaultListError for an unknown name."""
+def chosen(
+    faults: Sequence[Fault], names: Sequence[str], sample: int | None, seed: str | None, is_quick: bool
+) -> list[Fault]:
+    """The faults of these names, or all; of them a sample. is_quick: leave out those that are slow. Raises
+    FaultListError for an unknown name."""
     known = {fault.name: fault for fault in faults}
     if unknown := [name for name in names if name not in known]:
         raise FaultListError(f"there is no fault {', '.join(unknown)}; --list shows all")
     found = [known[name] for name in dict.fromkeys(names or known)]
+    found = [fault for fault in found if not (is_quick and fault.is_slow)]
     if sample is None:
         return found
-    seed = random.randrange(2**16) if seed is None else seed
+    seed = str(random.randrange(2**16)) if seed is None else seed
     print(f"a sample of {min(sample, len(found))} of {len(found)} faults, --seed {seed}", flush=True)
     return random.Random(seed).sample(found, min(sample, len(found)))
 
@@ -378,7 +389,8 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT, path: Path =
     parser.add_argument("names", nargs="*", metavar="NAME", help="the faults to plant (all)")
     parser.add_argument("--list", action="store_true", help="show the faults, and plant none")
     parser.add_argument("--sample", type=_positive, metavar="N", help="plant N of them, chosen at random")
-    parser.add_argument("--seed", type=int, metavar="S", help="of the choice")
+    parser.add_argument("--seed", metavar="S", help="of the choice: any text, such as a commit")
+    parser.add_argument("--quick", action="store_true", help="leave out those whose tests take long")
     parser.add_argument(
         "--jobs", type=_positive, default=1, metavar="N", help="copies that are tested side by side (1)"
     )
@@ -388,10 +400,10 @@ def main(arguments: Sequence[str] | None = None, root: Path = ROOT, path: Path =
     parser.add_argument("--no-baseline", action="store_true", help="do not run the tests without a fault first")
     options = parser.parse_args(arguments)
     try:
-        faults = chosen(read_faults(path), options.names, options.sample, options.seed)
+        faults = chosen(read_faults(path), options.names, options.sample, options.seed, options.quick)
         if options.list:
             for fault in faults:
-                print(f"{fault.name}  {fault.file}  {' '.join(fault.tests)}")
+                print(f"{fault.subject}: {fault.name}  {fault.file}  {' '.join(fault.tests)}")
             return 0
         return 0 if run(faults, root, options.jobs, options.timeout, not options.no_baseline) else 1
     except FaultListError as error:

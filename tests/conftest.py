@@ -27,6 +27,8 @@ from configs import NEW_STYLE
 from nanovllm.layers.matmul.table import package_table
 from nanovllm.utils.threads import available_cores
 
+pytest_plugins = ["lone_gpu", "ray_cluster"]
+
 # By default an example of more than 200 ms is a failure, on whatever machine and beside whatever else it runs.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
@@ -42,7 +44,7 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else min(available_cores(), 8)
 
 
-@pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)  # before -m chooses
 def pytest_collection_modifyitems(config, items):
     """Tests marked `nightly` run if -m names the mark, or the command names the very case."""
     if "nightly" not in config.option.markexpr:
@@ -52,12 +54,15 @@ def pytest_collection_modifyitems(config, items):
         items[:] = [item for item in items if item not in left_out]
     missing = {
         "gpu": None if torch.cuda.is_available() else "needs a CUDA device",
+        "two_gpus": None if torch.cuda.device_count() > 1 else "needs two CUDA devices",
         "real": None if real_model.is_complete(real_model.default_folder()) else f"needs {real_model.COMMAND}",
     }
     for item in items:
         for mark, reason in missing.items():
             if reason and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+        if "device" in item.fixturenames and not item.get_closest_marker("gpu"):
+            item.add_marker("kernel")
 
 
 @pytest.fixture(scope="session", autouse=True)

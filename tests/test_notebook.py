@@ -5,10 +5,11 @@ import io
 import os
 from pathlib import Path
 
-import nbformat
 import pytest
-from matplotlib import image
-from nbclient import NotebookClient
+
+nbformat = pytest.importorskip("nbformat", reason="needs the extra test")
+image = pytest.importorskip("matplotlib.image", reason="needs the extra test")
+NotebookClient = pytest.importorskip("nbclient", reason="needs the extra test").NotebookClient
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from nanovllm.jobs.inputs import hash_id
 from nanovllm.jobs.lines import Answered, Row, from_json, read_answer
 from nanovllm.jobs.parquet import ParquetFormat, join_parquet, read_parquet_answers
 from nanovllm.utils.checks import is_int
+from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import to_json
 
 _LOCK_SECONDS = 1.0  # `is_locked` holds the lock for a moment.
@@ -85,10 +85,14 @@ class JobFolder:
         while self._lock is None:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
-            if _try_lock(lock) and _is_same(lock, self.path / _LOCK):
-                self._lock = lock
+            try:
+                with names_file(self.path / _LOCK):
+                    self._lock = lock if _try_lock(lock) and _is_same(lock, self.path / _LOCK) else None
+            finally:
+                if self._lock is None:
+                    os.close(lock)
+            if self._lock is not None:
                 return self
-            os.close(lock)
             if time.monotonic() > deadline:
                 raise self.refusal("another process works on this folder")
             time.sleep(0.05)
@@ -140,7 +144,8 @@ class JobFolder:
         """None if no job has begun here. Raises ValueError if this is some other folder or file."""
         path = self.path / MANIFEST
         try:
-            manifest = json.loads(path.read_bytes())
+            with names_file(path):
+                manifest = json.loads(path.read_bytes())
         except FileNotFoundError:
             self._require_empty()
             return None
@@ -169,7 +174,7 @@ class JobFolder:
         """Write a file of this name, or replace it."""
         self.check()
         temporary = self.path / f"{name}.tmp"
-        with open(temporary, "w", encoding="utf-8", opener=_no_link) as file:
+        with names_file(temporary), open(temporary, "w", encoding="utf-8", opener=_no_link) as file:
             file.writelines(f"{line}\n" for line in lines)
             file.flush()
             os.fsync(file.fileno())
@@ -211,7 +216,8 @@ class JobFolder:
         part = self.path / f"part-{number:05d}.parquet"
         temporary = self.path / f"_{part.name}.tmp"
         temporary.unlink(missing_ok=True)
-        parquet.write(open_part, temporary)
+        with names_file(temporary):
+            parquet.write(open_part, temporary)
         sync(temporary)
         self._rename(temporary, part)
         os.unlink(open_part)
@@ -299,7 +305,7 @@ class JobFolder:
     def early_rows(self) -> Iterator[tuple[Answered, str]]:
         """Answers that were finished and wait for lines before them, with their JSON. After `recover`."""
         if (self.path / EARLY).exists():
-            with open(self.path / EARLY, "rb") as file:
+            with names_file(self.path / EARLY), open(self.path / EARLY, "rb") as file:
                 for raw in file:
                     yield read_answer(from_json(raw)), raw.decode().rstrip("\n")
 
@@ -318,7 +324,8 @@ class JobFolder:
             temporary = self.path / f"_joined{self.file.suffix}"
             temporary.unlink(missing_ok=True)
             join = join_parquet if self.file.suffix == ".parquet" else _join_lines
-            join(parts, temporary)
+            with names_file(temporary):
+                join(parts, temporary)
             sync(temporary)
         self._rename(temporary, self.file)
         self._delete_joined()
@@ -341,8 +348,10 @@ class FolderLost(OSError):
 def _join_lines(parts: list[Path], path: Path) -> None:
     with open(path, "wb", opener=_no_link) as joined:
         for part in parts:
-            with open(part, "rb") as file:
-                shutil.copyfileobj(file, joined, 1 << 20)
+            with names_file(part), open(part, "rb") as file:
+                while content := file.read(1 << 20):
+                    with names_file(path):
+                        joined.write(content)
 
 
 def _wrong_key(manifest: Row) -> str | None:
@@ -372,7 +381,7 @@ def read_answers(path: Path) -> Iterator[Answered]:
 
 
 def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    with open(path, "rb") as file:
+    with names_file(path), open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n"):
                 return  # still being written
@@ -385,7 +394,7 @@ def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 def _cut_torn_end(path: Path, read: Callable[[Row], object]) -> int:
     """Cut the file where the first line begins that is not whole. Returns its new size. read: fails for such a row."""
     size = 0
-    with open(path, "r+b", opener=_no_link) as file:
+    with names_file(path), open(path, "r+b", opener=_no_link) as file:
         for raw in file:
             try:
                 read(from_json(raw if raw.endswith(b"\n") else b""))
@@ -422,7 +431,8 @@ def sync(path: Path) -> None:
     """Have the disk keep a file's content, or the names in a folder."""
     file = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(file)
+        with names_file(path):
+            os.fsync(file)
     finally:
         os.close(file)
 
@@ -433,16 +443,22 @@ class AppendedFile:
     def __init__(self, path: Path):
         self._path = path
         self._file = _no_link(str(path), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        sync(path.parent)
+        try:
+            sync(path.parent)
+        except OSError:
+            self.close()
+            raise
 
     def append(self, lines: list[str]) -> None:
         left = memoryview("".join(line + "\n" for line in lines).encode())
         while left:  # A write may take a part only: of a disk that is nearly full, or of gigabytes.
-            left = left[os.write(self._file, left) :]
+            with names_file(self._path):
+                left = left[os.write(self._file, left) :]
 
     def sync(self) -> None:
         """Raises FolderLost if the file was deleted, moved or replaced."""
-        os.fsync(self._file)
+        with names_file(self._path):
+            os.fsync(self._file)
         if not _is_same(self._file, self._path):
             raise FolderLost(errno.ESTALE, f"{self._path.name} was deleted, moved or replaced while the job wrote it")
 

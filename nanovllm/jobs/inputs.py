@@ -22,6 +22,7 @@ from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.openai_format.openai_batch import is_request
 from nanovllm.openai_format.request_names import Row
 from nanovllm.utils.checks import one_line
+from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import MAX_DEPTH, check_depth, parse_json
 
 _JSON = (".jsonl", ".ndjson", ".json")
@@ -213,7 +214,7 @@ class _WrongKind(ValueError):
 def open_file(path: str) -> Iterator[IO[bytes]]:
     """A file of `find_files`, for a block that reads it. Raises OSError, naming a remote one."""
     if "://" not in path:
-        with open(path, "rb") as file:
+        with names_file(path), open(path, "rb") as file:
             yield file
         return
     try:

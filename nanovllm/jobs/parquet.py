@@ -6,6 +6,7 @@ from typing import Any
 
 from nanovllm.jobs.inputs import Inputs, Scan, open_file, require_pyarrow
 from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Answered, LineFormat, column_name, from_json
+from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import to_json
 
 
@@ -37,9 +38,10 @@ class ParquetFormat:
         import pyarrow as pa
         from pyarrow.parquet import write_table
 
-        with open(rows, "rb") as file:
+        with names_file(rows), open(rows, "rb") as file:
             table = pa.Table.from_pylist([self._as_typed(from_json(raw)) for raw in file], self._schema)
-        write_table(table, path)
+        with open(path, "wb") as file:
+            write_table(table, file)
 
     def _as_typed(self, row: dict[str, Any]) -> dict[str, Any]:
         return {name: _as_text(value) if name in self._texts else value for name, value in row.items()}
@@ -74,19 +76,23 @@ def read_parquet_answers(path: Path) -> Iterator[Answered]:
     from pyarrow.parquet import ParquetFile
 
     try:
-        with ParquetFile(path) as file:
-            for batch in file.iter_batches(columns=list(Answered._fields)):
+        with names_file(path), open(path, "rb") as file, ParquetFile(file) as rows:
+            for batch in rows.iter_batches(columns=list(Answered._fields)):
                 yield from (Answered(**row) for row in batch.to_pylist())
     except (OSError, TypeError, ValueError) as error:
+        if getattr(error, "errno", None) is not None:  # The disk's, and none of pyarrow's.
+            raise
         raise ValueError(f"{path}: is damaged: {error}") from error
 
 
 def join_parquet(parts: list[Path], path: Path) -> None:
     """Write the rows of all parts, which have one schema, to one file."""
-    from pyarrow.parquet import ParquetFile, ParquetWriter
+    from pyarrow.parquet import ParquetFile, ParquetWriter, read_schema
 
-    with ParquetFile(parts[0]) as first, ParquetWriter(path, first.schema_arrow) as joined:
+    with open(path, "wb") as file, ParquetWriter(file, read_schema(parts[0])) as joined:
         for part in parts:
-            with ParquetFile(part) as file:
-                for group in range(file.num_row_groups):
-                    joined.write_table(file.read_row_group(group))
+            with names_file(part), open(part, "rb") as source, ParquetFile(source) as rows:
+                for group in range(rows.num_row_groups):
+                    table = rows.read_row_group(group)
+                    with names_file(path):
+                        joined.write_table(table)

@@ -1,5 +1,6 @@
 """run_batch: a whole job, from files of prompts to a folder of answers."""
 
+import errno
 import logging
 import os
 import platform
@@ -38,6 +39,8 @@ from nanovllm.utils.threads import available_cores
 _MAX_AHEAD = 16_384
 _PAUSE_SECONDS = 0.01
 _MAX_REPLICAS = 2**31 - 1
+# What goes wrong with a disk, and not because of a call.
+_OF_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOLCK}
 
 logger = logging.getLogger(__name__)
 
@@ -140,8 +143,14 @@ def run_batch(
     cluster = _check_cluster(replicas, ray_address, model)
     inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
-    with folder, sigterm_as_interrupt():
-        return _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm).run(overwrite, retry_errors)
+    job = _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm)
+    try:
+        with folder, sigterm_as_interrupt():
+            return job.run(overwrite, retry_errors)
+    except OSError as error:
+        if error.errno not in _OF_DISK:
+            raise
+        raise job.stopped(error) from error
 
 
 def _find_inputs(patterns: Any, folder: JobFolder) -> list[str]:
@@ -167,18 +176,20 @@ class _Job:
     cluster: Cluster | None
     use_tqdm: bool
     parquet: ParquetFormat | None = None
+    has_begun: bool = False  # A call without overwrite and retry_errors would go on with it.
 
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
         found = self._begin(overwrite)
         try:
             self.folder.recover(self.parquet)
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.stopped(error) from error
         corrections = Corrections(self.folder, self.inputs.id_column)
         if retry_errors is True:
             self.folder.forget_errors()
         elif retry_errors is not False:
             corrections.add(retry_errors, found)
+        self.has_begun = True
         is_done, self.counts = self._read_answers(found)
         self.start = time.perf_counter()  # The start of the engines will not count.
         try:
@@ -194,7 +205,7 @@ class _Job:
             self.folder.check()
             self.folder.finish()
         except OSError as error:
-            raise self._unwritable(error) from error
+            raise self.stopped(error) from error
         return Summary(found.num_lines, *self.counts, time.perf_counter() - self.start)
 
     def _end(self, seconds: float, found: Scan, corrections: Corrections) -> None:
@@ -205,7 +216,8 @@ class _Job:
             self.folder.write_manifest(self.manifest)
             corrections.repeat_rows(self.inputs, found)
 
-    def _unwritable(self, error: Exception) -> JobError:
+    def stopped(self, error: Exception) -> JobError:
+        """What an error of the folder becomes."""
         try:
             self.folder.check()
         except FolderLost as lost:  # Other errors may have come of that.
@@ -214,7 +226,11 @@ class _Job:
             stopped = JobError(f"{self.folder.path}: {error.strerror}")
             stopped.goes_on = False
             return stopped
-        return JobError(f"{self.folder.path}: cannot be written: {error}")
+        stopped = JobError(f"{self.folder.path}: cannot be written: {error}")
+        if not self.has_begun:
+            stopped = JobError(f"{stopped}; repeat the call when that is mended")
+            stopped.goes_on = False
+        return stopped
 
     # -- before work begins --------------------------------------------------------------------------------------------
 
@@ -326,7 +342,7 @@ class _Job:
         finally:
             self.counts = Counts(*map(sum, zip(before, writer.counts, strict=True)))
             if writer.error is not None:
-                raise self._unwritable(writer.error) from writer.error
+                raise self.stopped(writer.error) from writer.error
 
     def _answer_on_ray(self, cluster: Cluster, work: Work, writer: Writer, progress: Progress) -> None:
         from nanovllm.jobs.ray_job import EngineDied, RayEngines

@@ -1,7 +1,6 @@
 """The smallest and the largest value of every engine option: the engine starts, and generates what it should."""
 
 import pytest
-import torch
 from checkpoints import assert_idle, complete, greedy, make_llm
 from configs import OPTION_LIMITS
 
@@ -42,7 +41,7 @@ def test_an_engine_on_a_gpu_at_its_limits(path, reference, prompts, options):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.two_gpus
 @pytest.mark.parametrize("options", [each for each in OPTION_LIMITS if not each.get("mixed_step_rows")], ids=str)
 def test_an_engine_on_two_gpus_at_its_limits(path, reference, prompts, options):
     check(path, reference, prompts, **GPU | options, tensor_parallel_size=2)

@@ -4,10 +4,11 @@ import collections
 from array import array
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from checkpoints import VOCAB_SIZE, assert_idle, complete, greedy, make_llm
+
+pd = pytest.importorskip("pandas", reason="needs the extra test")
 
 TEXTS = ["the table names a block", "slots"]
 IDS = [5, 6, 7]

@@ -1,4 +1,4 @@
-"""What an engine takes of a CUDA device, and that it gives it back. Nobody else may take memory of it meanwhile."""
+"""What an engine takes of a CUDA device, and that it gives it back."""
 
 import gc
 import threading
@@ -11,7 +11,7 @@ from gpu_engines import SHAPES, cases, gpu_llm
 from nanovllm import LLM
 from nanovllm.engine.model_runner import ModelRunner
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 MIB, GIB = 2**20, 2**30
 

@@ -22,7 +22,7 @@ from nanovllm import LLM, SamplingParams, StructuredOutputsParams, WorkerError
 from nanovllm.models.presets import preset_config
 
 NUM_GPUS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_GPUS < 2, reason="needs two CUDA devices")]
+pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
 GPU = {"device": "cuda", "kvcache_block_size": 256, "num_kvcache_blocks": 24, "max_num_batched_tokens": 2048}
 
 
@@ -182,6 +182,7 @@ def test_demo_model_agrees_with_one_gpu():
     assert agreeing >= 11, f"{agreeing} of 20 prompts agree for 32 tokens"
 
 
+@pytest.mark.alone
 def test_shapes_of_a_large_model():
     config = preset_config("Qwen3-8B")
     config.num_hidden_layers = 4

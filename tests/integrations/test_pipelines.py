@@ -111,12 +111,14 @@ def test_datatrove(model, tmp_path):
 
 
 @pytest.mark.slow
-def test_ray_data(model, tmp_path):
-    pytest.importorskip("ray", reason="needs Ray: pip install '.[ray]'")
+def test_ray_data(cluster, model, tmp_path):
     pandas = pytest.importorskip("pandas", reason="needs pandas")
     (code,) = blocks("Ray Data")
     (tmp_path / "questions.jsonl").write_text('{"question": "a block"}\n{"question": "a row of slots"}\n')
-    run_script(tmp_path, code.replace("max_tokens=64", 'max_tokens=64, device="cpu"'), model)
+    code = code.replace("Qwen/Qwen3-0.6B", model).replace("max_tokens=64", 'max_tokens=64, device="cpu"')
+    for name in ("questions.jsonl", "answers"):  # The cluster's processes have another working directory.
+        code = code.replace(f'"{name}"', repr(str(tmp_path / name)))
+    exec(code, {})
     table = pandas.read_parquet(tmp_path / "answers")
     assert sorted(table["prompt"]) == ["a block", "a row of slots"]
     assert set(table["finish_reason"]) <= {"stop", "length"}

@@ -6,13 +6,14 @@ import json
 import logging
 import lzma
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from job_files import by_id, read_folder, read_lines
 
 from nanovllm.jobs import check_batch
 from nanovllm.jobs.inputs import Inputs, find_files, scan
+
+pa = pytest.importorskip("pyarrow", reason="needs the extra jobs")
+pq = pytest.importorskip("pyarrow.parquet")
 
 TWO = '{"id": "a", "prompt": "x = "}\n{"id": "b", "prompt": "import "}\n'
 CHAT_TEMPLATE = (

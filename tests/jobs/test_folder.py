@@ -41,30 +41,6 @@ def parquet(tmp_path):
     return ParquetFormat(inputs, LineFormat(), scan(inputs))
 
 
-class Crash(Exception):
-    """The machine stops here."""
-
-
-class Disk:
-    """Lets a number of the operations that change a disk through; the next one, and all after it, never happen."""
-
-    def __init__(self, monkeypatch, num_allowed):
-        self.num_left = num_allowed
-        for name in ("write", "replace", "unlink", "fsync", "ftruncate"):
-            monkeypatch.setattr(folder_module.os, name, self._guard(getattr(os, name), name))
-
-    def _guard(self, operation, name):
-        def guarded(*args):
-            self.num_left -= 1
-            if self.num_left < 0:
-                raise Crash
-            if self.num_left == 0 and name == "write":
-                return operation(args[0], args[1][: len(args[1]) // 2])  # Torn.
-            return operation(*args)
-
-        return guarded
-
-
 def seen_of(folder) -> list[bytes]:
     seen = []
     counts = folder.read(seen.append)
@@ -89,40 +65,6 @@ def work(folder, parquet, numbers) -> None:
         parts.forget_early()
     parts.close()
     folder.finish()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("one_file", [False, True])
-@pytest.mark.parametrize("form", ["jsonl", "parquet"])
-def test_a_crash_at_any_moment_loses_and_doubles_nothing(tmp_path, form, parquet, one_file):
-    parquet = parquet if form == "parquet" else None
-    numbers, expected = range(12), {hash_id(f"line-{number}") for number in range(12)}
-    num_allowed, ended = 0, False
-    while not ended:
-        path = tmp_path / f"answers-{num_allowed}"
-        path = path.with_name(f"{path.name}.{form}") if one_file else path
-        folder = JobFolder(path)
-        folder.path.mkdir()
-        # Twice, so that a crash hits the recovery as well.
-        for allowed in (num_allowed, num_allowed // 2):
-            with pytest.MonkeyPatch.context() as patch:
-                Disk(patch, allowed)
-                try:
-                    work(JobFolder(path), parquet, numbers)
-                    ended = ended or allowed == num_allowed > 0
-                except Crash:
-                    pass
-        work(JobFolder(path), parquet, numbers)
-        seen = seen_of(JobFolder(path))
-        assert len(seen) == len(expected)
-        assert set(seen) == expected
-        names = os.listdir(folder.path)
-        assert not [name for name in names if name.endswith(".tmp") or name.startswith(("_early", "_joined"))]
-        if one_file:
-            assert folder.parts() == [path]
-            assert len(list(read_answers(path))) == 9
-        num_allowed += 1
-    assert num_allowed > 20
 
 
 @given(st.data())

@@ -4,12 +4,13 @@ import gzip
 import sys
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from nanovllm.jobs.inputs import Inputs, find_files, hash_id, scan
 from nanovllm.jobs.lines import LineFormat
+
+pa = pytest.importorskip("pyarrow", reason="needs the extra jobs")
+pq = pytest.importorskip("pyarrow.parquet")
 
 ROWS = [{"id": 1, "prompt": "grün"}, {"prompt": "b", "topic": "x"}]
 TEXT = '{"id": 1, "prompt": "grün"}\n\n{"prompt": "b", "topic": "x"}'

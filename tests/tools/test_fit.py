@@ -41,6 +41,7 @@ def test_a_checkpoint_of_ones_own(capsys, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 @pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3-8B", "gemma-3-4b"])
 def test_a_real_engine_has_room_for_about_as_many_tokens(model):
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "gpu_memory_utilization": 0.8, "dtype": "bfloat16"}

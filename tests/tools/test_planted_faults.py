@@ -28,7 +28,7 @@ def low(n):
     return n < 3
 """
 LIST = """
-# Of a tree of one file.
+# -- sums, limits -----
 [sum-is-a-product]
 file = nanovllm/numbers.py
 - a + b
@@ -71,6 +71,8 @@ def test_the_list_fits_the_code():
     faults = read_faults(FAULTS)
     assert len(faults) >= 60
     check_all(faults, ROOT)
+    assert all(fault.subject for fault in faults)
+    assert sum(not fault.is_slow for fault in faults) >= 60, "what CI's samples are taken of"
 
 
 @pytest.mark.slow
@@ -111,11 +113,25 @@ def test_tests_that_fail_anyway_are_named(tree, capfd):
 
 
 def test_a_sample_is_the_same_for_a_seed(tree, capsys):
-    assert plant(tree, "--list", "--sample", "1", "--seed", "3") == 0
-    first = capsys.readouterr().out
-    assert "a sample of 1 of 2 faults, --seed 3" in first
-    assert plant(tree, "--list", "--sample", "1", "--seed", "3") == 0
-    assert capsys.readouterr().out == first
+    """Any text: CI gives the commit."""
+
+    def listed(*arguments):
+        assert plant(tree, "--list", *arguments) == 0
+        return capsys.readouterr().out
+
+    seeds = [f"{number:x}ab" for number in range(20)]
+    said = [listed("--sample", "1", "--seed", seed) for seed in seeds]
+    assert said[3].startswith("a sample of 1 of 2 faults, --seed 3ab\nsums, limits: ")
+    assert said == [listed("--sample", "1", "--seed", seed) for seed in seeds]
+    assert all(any(name in text for text in said) for name in ("sum-is-a-product", "limit-one-more"))
+
+
+def test_a_sample_of_the_quick_ones(tree, capsys):
+    (tree / "faults.txt").write_text(LIST.replace("+ a * b", "+ a * b\nslow = yes"))
+    assert plant(tree, "--list", "--quick", "--sample", "10", "--seed", "1") == 0
+    said = capsys.readouterr().out
+    assert "a sample of 1 of 1 faults" in said
+    assert "sum-is-a-product" not in said
 
 
 @pytest.mark.parametrize(
@@ -141,6 +157,7 @@ def test_a_fault_that_does_not_fit_the_code_is_refused(tree, capsys, old, new, m
         ("+ a * b", "+ a + b", "sum-is-a-product: must have"),
         ("- a + b", "", "sum-is-a-product: must have"),
         ("tests = ", "test = ", "'test = tests/test_numbers.py' must begin with"),
+        ("tests = ", "slow = no\ntests = ", "sum-is-a-product: hangs and slow can only be yes"),
         ("limit-one-more", "sum-is-a-product", "sum-is-a-product: comes twice"),
         ("[sum-is-a-product]", "", "comes before the first"),
     ],
