@@ -1,7 +1,6 @@
 """Who may import whom: the rooms of docs/architecture.md."""
 
 import ast
-import re
 import subprocess
 import sys
 from pathlib import Path
