@@ -349,9 +349,9 @@ def test_the_end_may_be_a_stop(llm):
     [
         (
             {"allowed_token_ids": [50, 51, 2]},
-            r"thinking ends with </think>, and allowed_token_ids or bad_words exclude token 4 of it, '</think>'",
+            r"thinking ends with </think>, and allowed_token_ids or bad_words exclude token 4 of its end, '</think>'",
         ),
-        ({"bad_words": ["</think>"]}, "exclude token 4 of it"),
+        ({"bad_words": ["</think>"]}, "exclude token 4 of its end"),
         ({"bad_words": ["row"], "thinking_end_text": "a row"}, "bad_words exclude token"),
         (
             {"thinking_end_text": "so</think>so"},
