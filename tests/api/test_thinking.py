@@ -18,6 +18,7 @@ from nanovllm import SamplingParams, StructuredOutputsParams, split_reasoning
 from nanovllm.engine.features.logits.structured import Grammars
 from nanovllm.engine.features.logits.thinking import FormStart, Thinking, ThinkingTags
 from nanovllm.engine.features.speculation import speculative_scheduler
+from nanovllm.engine.llm_engine import BY_HAND
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.sampling.token_masks import num_mask_words, unpack_mask
 
@@ -182,12 +183,10 @@ def found_of(path, wanted, expected, way: str) -> list[list[int]]:
 def serve(llm, prompts, params):
     """The sequences of requests. They know the indices of the prompts, by which `Replay` knows them."""
     requests = llm._sequences.make_all(prompts, params)
-    seqs = [seq for request in requests for seq in request]
-    for seq in seqs:
-        llm.scheduler.add(seq)
+    llm._queue(BY_HAND, requests)
     while not llm.is_finished():
         llm.step()
-    return seqs
+    return [seq for request in requests for seq in request]
 
 
 def assert_same(found, expected) -> None:
@@ -349,9 +348,9 @@ def test_the_end_may_be_a_stop(llm):
     [
         (
             {"allowed_token_ids": [50, 51, 2]},
-            r"thinking ends with </think>, and allowed_token_ids or bad_words exclude token 4 of it, '</think>'",
+            r"thinking ends with </think>, and allowed_token_ids or bad_words exclude token 4 of its end, '</think>'",
         ),
-        ({"bad_words": ["</think>"]}, "exclude token 4 of it"),
+        ({"bad_words": ["</think>"]}, "exclude token 4 of its end"),
         ({"bad_words": ["row"], "thinking_end_text": "a row"}, "bad_words exclude token"),
         (
             {"thinking_end_text": "so</think>so"},

@@ -146,5 +146,5 @@ class ThinkingReader:
             text = self._detokenizer.decode(excluded[:1], False)
             raise ValueError(
                 f"{option}: thinking ends with {self._tags.closing}, and allowed_token_ids or bad_words exclude token "
-                f"{excluded[0]} of it, {quoted(text)}"
+                f"{excluded[0]} of its end, {quoted(text)}"
             )

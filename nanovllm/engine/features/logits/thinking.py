@@ -154,7 +154,7 @@ class Thinking:
             self._num_read += 1
             text = self._text + self._tags.text_of(token)
             if closing in text:
-                self.end = self._num_read
+                self.end, self._text = self._num_read, ""
                 return
             self._text = text[len(text) - len(closing) + 1 :] if len(text) >= len(closing) else text
 
