@@ -251,7 +251,7 @@ def _text(row: Row, name: str) -> str:
 def read_id(row: Row, id_column: str = "id") -> LineId | None:
     """The id of a row of input; None if it has none. Raises ValueError if it cannot be one."""
     name = "custom_id" if openai_batch.is_request(row) else id_column
-    line_id = row.get(name)
+    line_id: Any = row.get(name)
     if is_missing(line_id):
         return None
     if is_whole(line_id):

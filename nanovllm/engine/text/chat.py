@@ -185,16 +185,16 @@ def _as_schema(tool: object, where: str) -> Schema:
     tool = as_mapping(tool)
     if isinstance(tool, Mapping):
         try:
-            tool = plain_schema(tool)
+            schema: Any = plain_schema(tool)
         except RecursionError:
             raise ValueError(f"{where}: is nested too deep") from None
-        function = tool.get("function", tool)
+        function = schema.get("function", schema)
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
             raise ValueError(
                 f'{where}: must be {{"type": "function", "function": {{"name": ..., "description": ..., "parameters": '
                 "...}}"
             )
-        return tool
+        return schema
     if not callable(tool) or isinstance(tool, type):
         raise TypeError(f"{where}: must be a schema or a function, not {type(tool).__name__}")
     from transformers.utils import get_json_schema

@@ -126,7 +126,7 @@ class TemplateFacts:
     def _find_whether_it_shows(self, template: str, role: str, is_first: bool) -> bool | None:
         """Whether messages of a role are in the text; None if the template refuses all that are tried."""
         probe = _PROBES[0]
-        message = {"role": role, "content": probe, "name": "f", "tool_call_id": "abcdefghi"}
+        message: Message = {"role": role, "content": probe, "name": "f", "tool_call_id": "abcdefghi"}
         if self._expected_content(template, "user") == ("parts",):
             message["content"] = [{"type": "text", "text": probe}]
         before: Iterable[Conversation] = ([],)
