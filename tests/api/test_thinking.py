@@ -305,18 +305,6 @@ def test_a_text_that_only_mentions_the_tag_does_not_think(llm):
     assert re.fullmatch("[ab]{3}x?", output["text"])
 
 
-def test_a_form_that_has_the_closing_tag_describes_the_thinking_too(llm):
-    form = StructuredOutputsParams(regex="[a-c]{4}</think>[0-9]")
-    params = SamplingParams(structured_outputs=form, skip_special_tokens=False, max_tokens=30)
-    prompt = prompt_of(llm.tokenizer, "open")
-    (output,) = llm.generate([prompt], params, use_tqdm=False)
-    assert re.fullmatch("[a-c]{4}</think>[0-9]", output["text"].removesuffix("<|im_end|>"))
-    with pytest.raises(
-        ValueError, match="thinking_token_budget=3: the form has </think> and so describes the thinking"
-    ):
-        llm.generate([prompt], dataclasses.replace(params, thinking_token_budget=3), use_tqdm=False)
-
-
 def test_log_probabilities_of_forced_tokens_are_the_models(llm):
     prompt = prompt_of(llm.tokenizer, "open")
     ask = {"temperature": 0, "ignore_eos": True, "max_tokens": 8, "logprobs": 1}
@@ -425,6 +413,14 @@ def test_tags_that_are_no_tokens(tmp_path):
                 assert is_json(content)
                 assert (kind == "open") == (reasoning is not None)
                 assert reasoning is None or reasoning.endswith("so")
+        # A form that has the closing tag itself describes the thinking too.
+        form = StructuredOutputsParams(regex="[a-c]{4}</think>[0-9]")
+        params = SamplingParams(structured_outputs=form)
+        (output,) = llm.generate([prompt_of(llm.tokenizer, "open")], params, use_tqdm=False)
+        assert re.fullmatch("[a-c]{4}</think>[0-9]", output["text"])
+        says = "thinking_token_budget=3: the form has </think> and so describes the thinking"
+        with pytest.raises(ValueError, match=says):
+            llm.add_request("a", SamplingParams(structured_outputs=form, thinking_token_budget=3))
         closing = llm.tokenizer.encode(CLOSING)
         assert len(closing) > 3
         # A tag that the model has begun is completed.

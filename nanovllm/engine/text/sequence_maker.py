@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
-from nanovllm.engine.features.logits.thinking import ThinkingSequence
 from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.sequence import Sequence
@@ -121,12 +120,9 @@ class SequenceMaker:
         special = NOTHING_SPECIAL
         names_tokens = params.stop or params.stop_token_ids or params.edits_logits or params.logprob_token_ids
         has_form = params.structured_outputs is not None or params.thinking_token_budget is not None
-        thinking = None
         if names_tokens or has_form or params.extra_args:
             try:
-                params, special = self._special.read(params)
-                if has_form:
-                    thinking = self._special.start_thinking(tokens, params, special)
+                params, special = self._special.read(params, tokens)
             except (ValueError, ImportError) as error:
                 raise type(error)(f"{where_params}{error}") from error
         request_id = self.num_requests
@@ -143,11 +139,9 @@ class SequenceMaker:
             if self.detokenizer is not None and (streams or params.stop):
                 completion.text_stream = TextStream(self.detokenizer, params, special.stop_strings)
             of_sample = _hash_seed(sample, seed) if sample else seed
-            if thinking is None:
-                seqs.append(Sequence(tokens, params, request, completion, of_sample))
-            else:
-                completion.thinking = copy(thinking)
-                seqs.append(ThinkingSequence(tokens, params, request, completion, of_sample))
+            if special.thinking is not None:
+                completion.thinking = copy(special.thinking)
+            seqs.append(special.sequence(tokens, params, request, completion, of_sample))
         return seqs
 
     def encode_all(self, prompts: list[Prompt], name: str, **options: bool) -> list[array]:

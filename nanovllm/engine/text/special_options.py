@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, cast
 from nanovllm.config import Config
 from nanovllm.engine.features.logits.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.features.logits.structured import Grammars
-from nanovllm.engine.features.logits.thinking import Thinking
+from nanovllm.engine.features.logits.thinking import Thinking, ThinkingSequence
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.detokenizer import Detokenizer
 from nanovllm.engine.text.text_stream import StopStrings
 from nanovllm.engine.text.thinking import ThinkingReader
@@ -33,6 +34,8 @@ class Special:
     stop_strings: StopStrings | None = None  # the others
     logit_edits: LogitEdits | None = None
     grammars: Grammars | None = None  # Each sample starts one.
+    thinking: Thinking | None = None  # Each sample has a copy.
+    sequence: type[Sequence] = Sequence
 
 
 NOTHING_SPECIAL = Special()
@@ -56,9 +59,9 @@ class SpecialOptions:
             StopStrings, lambda texts, _: sum(map(len, texts)), _MAX_STOP_CHARACTERS
         )
 
-    def read(self, params: SamplingParams) -> tuple[SamplingParams, Special]:
-        """The params without those stop strings that became stop tokens, and what they ask for. Raises ValueError or
-        ImportError for what this model cannot do."""
+    def read(self, params: SamplingParams, tokens: array) -> tuple[SamplingParams, Special]:
+        """The params without those stop strings that became stop tokens, and what they ask for. tokens: the prompt's.
+        Raises ValueError or ImportError for what this model cannot do."""
         for name, value in dict(params.extra_args).items():
             if name not in self._features:
                 features = ", ".join(self._features) or "none"
@@ -84,17 +87,20 @@ class SpecialOptions:
             edits = self._logit_edits.get(params if params.seed is None else replace(params, seed=None))
         form = params.structured_outputs
         grammars = None if form is None else self._read_form(form)
-        return params, Special(stop_tokens, stop_strings, edits, grammars)
+        special = Special(stop_tokens, stop_strings, edits, grammars)
+        if form is None and params.thinking_token_budget is None:
+            return params, special
+        thinking = self._start_thinking(params, tokens, edits)
+        return params, special if thinking is None else replace(special, thinking=thinking, sequence=ThinkingSequence)
 
-    def start_thinking(self, tokens: array, params: SamplingParams, special: Special) -> Thinking | None:
-        """What the samples of a prompt begin with, if their form or their budget depends on their thinking. params,
-        special: as read. Raises ValueError for what cannot be followed."""
+    def _start_thinking(self, params: SamplingParams, tokens: array, edits: LogitEdits | None) -> Thinking | None:
+        """What the samples of a prompt begin with, if their form or their budget depends on their thinking."""
         form = params.structured_outputs
         if self._thinking is None:
             if self._tokenizer is None or self._detokenizer is None:
                 raise ValueError("thinking_token_budget: needs the model's tokenizer, but skip_tokenizer_init is set")
             self._thinking = ThinkingReader(self._config, self._tokenizer, self._detokenizer)
-        thinking = self._thinking.start(tokens, params, special.logit_edits)
+        thinking = self._thinking.start(tokens, params, edits)
         if thinking is None and form is not None and form.choice is not None:
             longest = max(len(text.encode()) for text in form.choice)  # A token has one byte at least.
             if params.min_tokens > longest:
