@@ -38,7 +38,8 @@ class StateReader(AnswerReader):
             text = "".join([*self._pieces, text])
             self._pieces = []
         self._held += text
-        self._events = events = []
+        events: list[Event] = []
+        self._events = events
         self._kind, self._awaited = None, _NONE
         while self._read(is_last):
             pass
