@@ -38,6 +38,12 @@ QWEN = (
     "</tool_call>{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+# Qwen3-Coder's and Qwen3.5's write calls as XML.
+QWEN_XML = QWEN.replace(
+    '{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}\n',
+    "<function={{ call.function.name }}>\n{% for name, value in call.function.arguments.items() %}"
+    "<parameter={{ name }}>\n{{ value }}\n</parameter>\n{% endfor %}</function>\n",
+)
 QWEN_TAGS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # In the manner of gpt-oss's: what is thought and called is in channels, and a message has its recipient.
 CHANNELS = (
@@ -69,14 +75,23 @@ def channels_call(thought: str, arguments: dict) -> str:
 
 @pytest.fixture(scope="module")
 def qwen(tmp_path_factory):
-    path = make_checkpoint(tmp_path_factory.mktemp("qwen"))
-    make_tokenizer(path, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_TAGS), chat_template=QWEN)
+    yield from serving(make_qwen(tmp_path_factory.mktemp("qwen"), QWEN))
+
+
+@pytest.fixture(scope="module")
+def qwen_xml(tmp_path_factory):
+    yield from serving(make_qwen(tmp_path_factory.mktemp("qwen_xml"), QWEN_XML))
+
+
+def make_qwen(directory, template: str):
+    path = make_checkpoint(directory)
+    make_tokenizer(path, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_TAGS), chat_template=template)
     file = path / "tokenizer.json"  # As Qwen has them, its tags are no special tokens: they are a part of the text.
     content = json.loads(file.read_text())
     for token in content["added_tokens"]:
         token["special"] = token["content"] not in QWEN_TAGS
     file.write_text(json.dumps(content))
-    yield from serving(path)
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -151,9 +166,9 @@ def calls_of(message: dict) -> list[tuple[str, dict]]:
 
 
 @pytest.mark.parametrize("streams", [False, True], ids=["whole", "streamed"])
-@pytest.mark.parametrize("write", [qwen_call, qwen_xml_call])
-def test_qwen(qwen, write, streams):
-    talk = Conversation(qwen, streams)
+@pytest.mark.parametrize(("server", "write"), [("qwen", qwen_call), ("qwen_xml", qwen_xml_call)])
+def test_qwen(request, server, write, streams):
+    talk = Conversation(request.getfixturevalue(server), streams)
     written = f"<think>\nI look both up.\n</think>\n\n{write(OSLO)}\n{write(ROME)}<|im_end|>"
     first = talk.ask(written)
     assert first["reasoning_content"] == "I look both up."
@@ -161,7 +176,7 @@ def test_qwen(qwen, write, streams):
     assert calls_of(first) == [("weather", OSLO), ("weather", ROME)]
     talk.tell(first, "3 degrees", "20 degrees")
     prompt = talk.prompt()
-    assert f"<think>\nI look both up.\n</think>\n\n\n{qwen_call(OSLO)}\n{qwen_call(ROME)}<|im_end|>" in prompt
+    assert f"<think>\nI look both up.\n</think>\n\n\n{write(OSLO)}\n{write(ROME)}<|im_end|>" in prompt
     assert "<tool_response>\n20 degrees\n</tool_response>" in prompt
     last = talk.ask("<think>\nRome is warmer.\n</think>\n\nRome, with 20 degrees.<|im_end|>")
     assert last["reasoning_content"] == "Rome is warmer."
