@@ -21,7 +21,7 @@ MODEL = Path(__file__).parents[1] / "assets" / "demo-model"
 TEXT = "The row has 7 slots, and a table names its blocks: x = [a < b, c].\nSo it is said, and so it is.\n\n"
 PARTS = {  # what an answer begins with, by format
     "harmony": ("<|channel|>analysis<|message|>", '<|channel|>commentary to=functions.f<|message|>{"a": "'),
-    "qwen_json": ("<think>", '<tool_call>\n{"name": "f", "arguments": {"a": "'),
+    "hermes": ("<think>", '<tool_call>\n{"name": "f", "arguments": {"a": "'),
     "qwen_xml": ("<think>", "<tool_call>\n<function=f>\n<parameter=a>\n"),
     "mistral": ("[THINK]", '[TOOL_CALLS]f[ARGS]{"a": "'),
     "gemma4": ("<|channel>thought\n", '<|tool_call>call:f{a:<|"|>'),

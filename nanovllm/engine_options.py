@@ -189,7 +189,7 @@ class EngineOptions:
         None, "a directory or hub id of another tokenizer than the model's", Rule(_is_name, "a name, or None"), _IF_USED
     )
     chat_format: str | None = _option(
-        None, "how the model marks what it thinks and calls: harmony, qwen_json, ...; by default found", _CHAT_FORMAT
+        None, "how the model marks what it thinks and calls: harmony, hermes, ...; by default found", _CHAT_FORMAT
     )
     revision: str | None = _option(None, "branch, tag or commit of the hub id", _REVISION)
     hf_config: Any = _option(None, "a transformers configuration instead of the model's", _HF_CONFIG)

@@ -146,20 +146,20 @@ ANSWERS = [
     ),
     ("arguments that are no object", "harmony", f"{TO_TOOL}[1]<|call|>", None, f"{TO_TOOL}[1]<|call|>", []),
     # Qwen's JSON
-    ("JSON", "qwen_json", json_call(city="Bern", days=3), None, "", [weather(city="Bern", days=3)]),
+    ("JSON", "hermes", json_call(city="Bern", days=3), None, "", [weather(city="Bern", days=3)]),
     (
         "two calls",
-        "qwen_json",
+        "hermes",
         f"Let me see.\n\n{json_call(days=1)}\n{json_call('clock')}",
         None,
         "Let me see.",
         [weather(days=1), CLOCK],
     ),
-    ("text after a call", "qwen_json", f"{json_call('clock')}\nSo.", None, "So.", [CLOCK]),
-    ("no arguments", "qwen_json", '<tool_call>{"name": "clock"}</tool_call>', None, "", [CLOCK]),
+    ("text after a call", "hermes", f"{json_call('clock')}\nSo.", None, "So.", [CLOCK]),
+    ("no arguments", "hermes", '<tool_call>{"name": "clock"}</tool_call>', None, "", [CLOCK]),
     (
         "arguments as a text",
-        "qwen_json",
+        "hermes",
         '<tool_call>{"name": "weather", "arguments": "{\\"days\\": 1}"}</tool_call>',
         None,
         "",
@@ -167,7 +167,7 @@ ANSWERS = [
     ),
     (
         "a line feed in a text",
-        "qwen_json",
+        "hermes",
         '<tool_call>{"name": "weather", "arguments": {"city": "a\nb"}}</tool_call>',
         None,
         "",
@@ -175,7 +175,7 @@ ANSWERS = [
     ),
     (
         "the closing tag in arguments",
-        "qwen_json",
+        "hermes",
         json_call(city='"</tool_call>'),
         None,
         "",
@@ -183,7 +183,7 @@ ANSWERS = [
     ),
     (
         "two objects in one tag",
-        "qwen_json",
+        "hermes",
         '<tool_call>{"name": "clock"}\n{"name": "clock"}</tool_call>',
         None,
         "",
@@ -191,27 +191,27 @@ ANSWERS = [
     ),
     (
         "the closing tag missing at the end",
-        "qwen_json",
+        "hermes",
         json_call(days=1)[: -len("</tool_call>")],
         None,
         "",
         [weather(days=1)],
     ),
-    ("the closing tag cut", "qwen_json", json_call(days=1)[:-3], None, "", [weather(days=1)]),
+    ("the closing tag cut", "hermes", json_call(days=1)[:-3], None, "", [weather(days=1)]),
     (
         "the closing tag missing between",
-        "qwen_json",
+        "hermes",
         json_call(days=1)[: -len("</tool_call>")] + json_call("clock"),
         None,
         "",
         [weather(days=1), CLOCK],
     ),
-    ("a call cut", "qwen_json", json_call(days=1)[:40], None, json_call(days=1)[:40], []),
-    ("no JSON", "qwen_json", "<tool_call>weather()</tool_call> ", None, "<tool_call>weather()</tool_call> ", []),
-    ("no name", "qwen_json", '<tool_call>{"name": 3}</tool_call> ', None, '<tool_call>{"name": 3}</tool_call> ', []),
+    ("a call cut", "hermes", json_call(days=1)[:40], None, json_call(days=1)[:40], []),
+    ("no JSON", "hermes", "<tool_call>weather()</tool_call> ", None, "<tool_call>weather()</tool_call> ", []),
+    ("no name", "hermes", '<tool_call>{"name": 3}</tool_call> ', None, '<tool_call>{"name": 3}</tool_call> ', []),
     (
         "a bracket missing",
-        "qwen_json",
+        "hermes",
         '<tool_call>{"name": "clock", "arguments": {}</tool_call>',
         None,
         '<tool_call>{"name": "clock", "arguments": {}</tool_call>',
@@ -219,19 +219,19 @@ ANSWERS = [
     ),
     (
         "a wrong call, and a right one",
-        "qwen_json",
+        "hermes",
         f'<tool_call>{{"name": "f</tool_call>\n{json_call("clock")}',
         None,
         '<tool_call>{"name": "f</tool_call>',
         [CLOCK],
     ),
-    ("a tag begun", "qwen_json", "a <tool_cal", None, "a <tool_cal", []),
-    ("plain", "qwen_json", " Plain.\n", None, " Plain.\n", []),
-    ("nothing", "qwen_json", "", None, "", []),
-    ("thinking", "qwen_json", f"<think>\nHm.\n</think>\n\nSo.\n{json_call('clock')}", "Hm.", "So.", [CLOCK]),
+    ("a tag begun", "hermes", "a <tool_cal", None, "a <tool_cal", []),
+    ("plain", "hermes", " Plain.\n", None, " Plain.\n", []),
+    ("nothing", "hermes", "", None, "", []),
+    ("thinking", "hermes", f"<think>\nHm.\n</think>\n\nSo.\n{json_call('clock')}", "Hm.", "So.", [CLOCK]),
     (
         "a draft in thinking",
-        "qwen_json",
+        "hermes",
         f"I try {json_call('clock')}, no.\n</think>\n\nSo.",
         f"I try {json_call('clock')}, no.",
         "So.",
@@ -240,7 +240,7 @@ ANSWERS = [
     ),
     (
         "a draft at the end of thinking",
-        "qwen_json",
+        "hermes",
         f"I try {json_call('clock')}\n</think>\n\nSo.",
         f"I try {json_call('clock')}",
         "So.",
@@ -249,7 +249,7 @@ ANSWERS = [
     ),
     (
         "thinking not closed",
-        "qwen_json",
+        "hermes",
         f"<think>I look.\n{json_call('clock')}\n{json_call(days=2)}\n",
         "I look.",
         "",
@@ -257,7 +257,7 @@ ANSWERS = [
     ),
     (
         "thinking not closed, and no call at its end",
-        "qwen_json",
+        "hermes",
         f"Try {json_call('clock')} or",
         f"Try {json_call('clock')} or",
         "",
@@ -521,7 +521,7 @@ TABLE = pytest.mark.parametrize(NAMES, [pytest.param(*each[1:], id=f"{each[1]}: 
 # Those whose tags tell the format; of Harmony and Gemma, if the prompt has not begun the thinking.
 BY_TAGS = [
     *((each[1], *each) for each in ANSWERS),
-    *((None, *each) for each in ANSWERS if each[1] in ("qwen_json", "qwen_xml", "mistral")),
+    *((None, *each) for each in ANSWERS if each[1] in ("hermes", "qwen_xml", "mistral")),
     *((None, *each) for each in ANSWERS if each[1] in ("harmony", "gemma4") and each[-1] != OPENED),
 ]
 TABLE_OF_TEXTS = pytest.mark.parametrize(
@@ -706,9 +706,9 @@ QWEN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
         ("<|start|>assistant<|channel|>final<|message|>", (), "harmony"),
         ("<|start|>{{ role }}", ("<|channel|>", "<|message|>"), "harmony"),
         ("<think> <tool_call>\n<function=x>\n<parameter=y>", QWEN_TOKENS, "qwen_xml"),
-        ("<think> <tool_call>{{ tool }}", QWEN_TOKENS, "qwen_json"),
-        ("<tool_call>", ("[TOOL_CALLS]", "<|python_tag|>"), "qwen_json"),
-        ("{{ message }}", QWEN_TOKENS, "qwen_json"),
+        ("<think> <tool_call>{{ tool }}", QWEN_TOKENS, "hermes"),
+        ("<tool_call>", ("[TOOL_CALLS]", "<|python_tag|>"), "hermes"),
+        ("{{ message }}", QWEN_TOKENS, "hermes"),
         ("[INST] [TOOL_CALLS]", (), "mistral"),
         ("[INST]", ("[THINK]", "[/THINK]"), "mistral"),
         ("<|turn>model\n<|channel>thought\n<channel|>", (), "gemma4"),
@@ -717,7 +717,7 @@ QWEN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
         ("{{ content.split('</think>')[-1] }}", (), "think"),
         ("{{ message }}", ("<think>", "</think>"), "think"),
         ("{{ message }}", (), "plain"),
-        ({"default": "a", "tool_use": "<tool_call>"}, (), "qwen_json"),
+        ({"default": "a", "tool_use": "<tool_call>"}, (), "hermes"),
         (None, (), "plain"),
     ],
 )
@@ -811,7 +811,7 @@ def test_a_tag_that_ordinary_tokens_spell_is_text(size):
     thought = [tokenizer.encode("<think>"), spelled(tokenizer, "a </think> b"), tokenizer.encode("</think>c")]
     assert answer_of(tokenizer, "qwen_xml", thought, size) == ("a </think> b", "c", [])
     plain = [spelled(tokenizer, f"<think>a</think>{json_call('clock')}")]
-    assert answer_of(tokenizer, "qwen_json", plain, size) == ("", f"<think>a</think>{json_call('clock')}", [])
+    assert answer_of(tokenizer, "hermes", plain, size) == ("", f"<think>a</think>{json_call('clock')}", [])
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])
@@ -827,7 +827,7 @@ def test_the_token_that_ends_a_call_is_known(size):
 def test_reasoning_that_is_not_split_stays_in_the_content():
     tokenizer = tokenizer_with(*QWEN_TOKENS)
     written = f"<think>\nI try {json_call('clock')}\n</think>\n\nSo.\n{json_call(days=1)}"
-    found = answer_of(tokenizer, "qwen_json", [tokenizer.encode(written)], 5, splits_reasoning=False)
+    found = answer_of(tokenizer, "hermes", [tokenizer.encode(written)], 5, splits_reasoning=False)
     assert found == ("", f"<think>\nI try {json_call('clock')}\n</think>\n\nSo.", [weather(days=1)])
 
 

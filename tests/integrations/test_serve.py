@@ -302,7 +302,7 @@ def test_tool_calls_apart_from_the_content(path, splits_reasoning):
     template = "{% for message in messages %}{{ message.content }}{% endfor %}{% if tools %}.{% endif %}"
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
     regex = "[a-z]{5}" + re.escape(CALL) * 2
-    with make_llm(path, skip_tokenizer_init=False, max_model_len=400, chat_format="qwen_json") as llm:
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=400, chat_format="hermes") as llm:
         running = Running(llm, template, splits_reasoning=splits_reasoning, splits_tool_calls=True)
         try:
             with openai.OpenAI(base_url=running.url, api_key=KEY, max_retries=0, timeout=120) as client:

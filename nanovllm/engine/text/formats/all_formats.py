@@ -7,10 +7,10 @@ from typing import Any
 from nanovllm.engine.text.formats.format import ConversationFormat
 from nanovllm.engine.text.formats.gemma4 import Gemma4
 from nanovllm.engine.text.formats.harmony import Harmony
+from nanovllm.engine.text.formats.hermes import Hermes
 from nanovllm.engine.text.formats.llama3_json import Llama3Json
 from nanovllm.engine.text.formats.mistral import Mistral
 from nanovllm.engine.text.formats.plain import Plain
-from nanovllm.engine.text.formats.qwen_json import QwenJson
 from nanovllm.engine.text.formats.qwen_xml import QwenXml
 from nanovllm.engine.text.formats.response_schema import ResponseSchema, response_schema
 from nanovllm.engine.text.formats.think import Think
@@ -19,7 +19,7 @@ from nanovllm.utils.checks import require
 logger = logging.getLogger(__name__)
 
 # In the order in which a template is asked: the first that it names is its format.
-_OF_CALLS: tuple[ConversationFormat, ...] = (Harmony(), Gemma4(), Mistral(), QwenXml(), QwenJson(), Llama3Json())
+_OF_CALLS: tuple[ConversationFormat, ...] = (Harmony(), Gemma4(), Mistral(), QwenXml(), Hermes(), Llama3Json())
 _THINK = Think()
 FORMATS: dict[str, ConversationFormat] = {each.name: each for each in (*_OF_CALLS, _THINK, Plain())}
 _SUBJECTS = re.compile(r"think|reasoning|\btools\b")  # of a template whose answers probably have more than content

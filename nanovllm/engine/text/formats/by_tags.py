@@ -6,7 +6,7 @@ from typing import Any
 from nanovllm.engine.text.formats import gemma4, mistral, think
 from nanovllm.engine.text.formats.format import AnswerReader, ConversationFormat, Event
 from nanovllm.engine.text.formats.harmony import CHANNEL_CALLS, HarmonyReader, begins_harmony
-from nanovllm.engine.text.formats.qwen_json import JSON_CALLS
+from nanovllm.engine.text.formats.hermes import JSON_CALLS
 from nanovllm.engine.text.formats.qwen_xml import XML_CALLS
 from nanovllm.engine.text.formats.tag_reader import TagReader
 

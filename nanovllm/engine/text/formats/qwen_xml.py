@@ -17,7 +17,7 @@ from typing import Any
 
 from nanovllm.engine.text.formats.argument_types import ArgumentTypes
 from nanovllm.engine.text.formats.format import AnswerReader, ConversationFormat
-from nanovllm.engine.text.formats.qwen_json import CLOSING, JSON_CALLS, OPENING
+from nanovllm.engine.text.formats.hermes import CLOSING, JSON_CALLS, OPENING
 from nanovllm.engine.text.formats.tag_reader import CallForm, CallScanner, Scan, TagReader
 from nanovllm.engine.text.formats.think import THINKING
 

@@ -57,8 +57,8 @@ class _JsonCalls(CallScanner):
 JSON_CALLS = CallForm((OPENING,), _JsonCalls)
 
 
-class QwenJson(ConversationFormat):
-    name = "qwen_json"
+class Hermes(ConversationFormat):
+    name = "hermes"
     thinking = THINKING
     tags = (*THINKING, OPENING, CLOSING)
 
