@@ -113,6 +113,8 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--no-line-parameters", dest="line_parameters", action="store_false", default=None, help=help)
     help = "what a model thinks is a conversation's reasoning, and not its text"
     add("--split-reasoning", action="store_true", default=None, help=help)
+    help = "what a model calls of a conversation's tools is its tool_calls, and not its text"
+    add("--split-tool-calls", action="store_true", default=None, help=help)
     add("--ordered", action="store_true", help="keep the order of the input")
     add("--overwrite", action="store_true", help="delete the answers in the folder and start over")
     retry = "try the lines of _errors.jsonl again, or take these corrected lines instead"

@@ -36,6 +36,7 @@ def check_batch(
     chat_template_kwargs: Row | None = None,
     line_parameters: bool = True,
     split_reasoning: bool = False,
+    split_tool_calls: bool = False,
     use_tqdm: bool = True,
     **options: Any,
 ) -> Check:
@@ -55,6 +56,7 @@ def check_batch(
         chat_template_kwargs=chat_template_kwargs or {},
         line_parameters=line_parameters,
         split_reasoning=split_reasoning,
+        split_tool_calls=split_tool_calls,
     )
     inputs = Inputs(find_files(input), id_column=id_column)
     with line_bar("Checking ids", use_tqdm) as bar:

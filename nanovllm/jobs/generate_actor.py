@@ -14,7 +14,7 @@ from nanovllm import LLM, NO_PROMPT
 from nanovllm.jobs.arguments import Arguments, Model
 from nanovllm.jobs.arrow_rows import arrow_rows
 from nanovllm.jobs.inputs import RawLine
-from nanovllm.jobs.lines import OPTIONAL_KEYS, Line, Row, answer_row, column_name, read_id
+from nanovllm.jobs.lines import Line, Row, answer_row, column_name, read_id
 from nanovllm.jobs.reader import Prepared, Preparer
 from nanovllm.jobs.writer import Output, error_row
 from nanovllm.utils.text_json import to_json
@@ -113,6 +113,7 @@ class GenerateActor:
         chat_template_kwargs: Row | None = None,
         line_parameters: bool = True,
         split_reasoning: bool = False,
+        split_tool_calls: bool = False,
         seed: int | None = None,
         num_threads: int = 1,
         **options: Any,
@@ -129,6 +130,7 @@ class GenerateActor:
             chat_template_kwargs=chat_template_kwargs or {},
             line_parameters=line_parameters,
             split_reasoning=split_reasoning,
+            split_tool_calls=split_tool_calls,
             seed=seed,
         )
         self._responder = self._arguments.responder()
@@ -187,7 +189,7 @@ class GenerateActor:
         table = batch.rename_columns([column_name(name, batch.column_names, added) for name in batch.column_names])
         for name in added:
             values = [answer.get(name) for answer in answers]
-            if name in OPTIONAL_KEYS:
+            if name in self._arguments.line_format.json_keys:
                 values = [None if value is None else to_json(value) for value in values]
             table = table.append_column(name, pa.array(values, pa.int64() if name.startswith("num_") else pa.string()))
         return table

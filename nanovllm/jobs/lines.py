@@ -39,6 +39,15 @@ class NoObject(ValueError):
     """A line is no JSON object."""
 
 
+class Split(NamedTuple):
+    """How the answer to a chat is taken apart."""
+
+    reasoning: bool  # whether what the model thinks is apart
+    tools: list[Any] | None = None  # schemas of the tools whose calls are apart; None: calls are a part of the text
+    has_one_call: bool = False  # calls after the first are left out (parallel_tool_calls=false)
+    is_open: bool = False  # whether the prompt has begun the thinking
+
+
 class Line(NamedTuple):
     """A line that can be served, as far as one knows without the model."""
 
@@ -47,7 +56,7 @@ class Line(NamedTuple):
     columns: Row  # what the answer repeats of the input
     chat_options: ChatOptions
     openai: openai_batch.Kind | None = None  # the kind of OpenAI's request, which is answered in OpenAI's format
-    opens_reasoning: bool | None = None  # whether the chat template has opened it; None if the answer is not split
+    split: Split | None = None  # of a chat's answer; None: it stays as written
 
     @property
     def is_chat(self) -> bool:
@@ -69,6 +78,8 @@ class LineFormat:
     line_parameters: bool = option(True, FLAG)  # False: columns called as parameters are data
     # True: what a model thinks before </think> is a chat's `reasoning`, not its text.
     split_reasoning: bool = option(False, FLAG)
+    # True: what a model calls of a chat's tools is its `tool_calls`, not its text.
+    split_tool_calls: bool = option(False, FLAG)
     seed: int | None = None  # makes the answers reproducible, however often the job is interrupted; None: drawn afresh
 
     def __post_init__(self) -> None:
@@ -87,12 +98,17 @@ class LineFormat:
     @cached_property
     def added_keys(self) -> tuple[str, ...]:
         """Those that an answer may have."""
-        return (*ANSWER_KEYS, *self.text_keys, *OPTIONAL_KEYS)
+        return (*ANSWER_KEYS, *self.text_keys, *self.json_keys)
 
     @property
     def text_keys(self) -> tuple[str, ...]:
         """Those of added_keys that an answer may lack, and whose values are texts."""
         return ("reasoning",) if self.split_reasoning else ()
+
+    @property
+    def json_keys(self) -> tuple[str, ...]:
+        """Those of added_keys that an answer may lack, and whose values are JSON in a table."""
+        return ("tool_calls", *OPTIONAL_KEYS) if self.split_tool_calls else OPTIONAL_KEYS
 
     @cached_property
     def _base_params(self) -> SamplingParams:
@@ -119,7 +135,8 @@ class LineFormat:
             options, chat_options = read_parameters(given, _is_chat(prompt))
             # As OpenAI and vLLM do, such a request ends with its answer unless it says otherwise.
             params = self._params({"max_tokens": None} | self.sampling | options, line_id)
-            return Line(prompt, params, {}, self._with_kwargs(chat_options), kind)
+            split = self._split_of(given, chat_options) if _is_chat(prompt) else None
+            return Line(prompt, params, {}, self._with_kwargs(chat_options), kind, split)
         prompt = self._with_system(self._prompt(row))
         is_chat = _is_chat(prompt)
         given = {name: value for name, value in row.items() if self._is_parameter(name, value, is_chat)}
@@ -129,7 +146,16 @@ class LineFormat:
             for name, value in row.items()
             if self.copies(name) and not (name in CHAT_OPTIONS and name in given)
         }
-        return Line(prompt, self._params(self.sampling | options, line_id), columns, self._with_kwargs(chat_options))
+        params = self._params(self.sampling | options, line_id)
+        split = self._split_of(row if self.line_parameters else {}, chat_options) if is_chat else None
+        return Line(prompt, params, columns, self._with_kwargs(chat_options), split=split)
+
+    def _split_of(self, given: Row, chat_options: ChatOptions) -> Split | None:
+        """given: the parameters of a chat's line."""
+        tools = chat_options.tools if self.split_tool_calls and isinstance(chat_options.tools, list) else None
+        if not self.split_reasoning and not tools:
+            return None
+        return Split(self.split_reasoning, tools or None, given.get("parallel_tool_calls") is False)
 
     @cached_property
     def _prompt_names(self) -> tuple[str, ...]:
@@ -276,8 +302,8 @@ def id_bytes(line_id: LineId) -> bytes:
 
 def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], responder: openai_batch.Responder) -> Row:
     """A row of output. output: the RequestOutput."""
-    if line.opens_reasoning is not None:
-        output = _split(output, responder.answers, line.opens_reasoning)
+    if line.split is not None:
+        output = _parted(output, responder.answers, line.split, is_openai=line.openai is not None)
     if line.openai is not None:
         return responder.answer(line.openai, line_id, output, line.params.logprobs)
     samples = output.get("samples") or [output]
@@ -290,18 +316,29 @@ def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], responder
 
 
 def _answer(sample: Mapping[str, Any]) -> Row:
-    """sample: a SampleOutput, or one with `reasoning` and `content`."""
+    """sample: a SampleOutput, or one with parts."""
     row = {"text": sample.get("content", sample["text"]), "finish_reason": sample["finish_reason"]}
-    return row | {"reasoning": sample["reasoning"]} if "content" in sample else row
+    return row | {name: sample[name] for name in ("reasoning", "tool_calls") if name in sample}
 
 
-def _split(output: Mapping[str, Any], answers: AnswerFormat, is_open: bool) -> Row:
-    """The result with `reasoning` and `content`, and so its samples. is_open: whether the prompt has begun it."""
-    samples = output.get("samples")
-    split = {} if samples is None else {"samples": [_split(sample, answers, is_open) for sample in samples]}
-    splitter = answers.splitter(is_open=is_open)
-    reasoning, content, _ = splitter.push(output["text"], output["token_ids"], output["finish_reason"])
-    return {**output, **split, "reasoning": reasoning if splitter.has_reasoning else None, "content": content}
+def _parted(output: Mapping[str, Any], answers: AnswerFormat, split: Split, is_openai: bool) -> Row:
+    """The result with `content`, and with `reasoning` and `tool_calls` if they are split, and so its samples.
+
+    is_openai: whether they are as OpenAI writes them.
+    """
+    parts: Row = {}
+    if output.get("samples") is not None:
+        parts["samples"] = [_parted(sample, answers, split, is_openai) for sample in output["samples"]]
+    splitter = answers.splitter(split.tools, split.is_open, split.reasoning)
+    reasoning, content, calls = splitter.push(output["text"], output["token_ids"], output["finish_reason"])
+    if split.reasoning or is_openai:
+        parts["reasoning"] = reasoning if splitter.has_reasoning else None
+    if split.tools is not None:
+        calls = calls[:1] if split.has_one_call else calls
+        parts["tool_calls"] = openai_batch.tool_calls(calls) if is_openai else calls
+        if is_openai and calls and output["finish_reason"] == "stop":
+            parts["finish_reason"] = "tool_calls"
+    return {**output, **parts, "content": content}
 
 
 class Answered(NamedTuple):

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from nanovllm.jobs.inputs import Inputs, Scan, open_file, require_pyarrow
-from nanovllm.jobs.lines import ANSWER_KEYS, OPTIONAL_KEYS, Answered, LineFormat, column_name, from_json
+from nanovllm.jobs.lines import ANSWER_KEYS, Answered, LineFormat, column_name, from_json
 from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import to_json
 
@@ -29,7 +29,7 @@ class ParquetFormat:
             columns["id"] = number
         for name in filter(line_format.copies, found.columns):
             columns[column_name(name, found.columns, line_format.added_keys)] = kept.get(name, text)
-        columns |= dict.fromkeys((*line_format.text_keys, *OPTIONAL_KEYS), text)
+        columns |= dict.fromkeys((*line_format.text_keys, *line_format.json_keys), text)
         self._schema = pa.schema(columns)
         self._texts = {name for name, kind in columns.items() if kind == text}
 

@@ -24,6 +24,7 @@ from nanovllm.jobs.inputs import Inputs, RawLine
 from nanovllm.jobs.lines import Line, LineFormat, LineId
 from nanovllm.openai_format.request_names import ChatOptions
 from nanovllm.utils.python_process import python_command
+from nanovllm.utils.text_json import as_json
 
 Item = TypeVar("Item")
 
@@ -31,6 +32,7 @@ Item = TypeVar("Item")
 _WINDOW, _WINDOW_BYTES = 4096, 16 << 20
 # What is on its way to the engine: at most _QUEUE batches.
 _BATCH, _BATCH_BYTES, _QUEUE = 64, 1 << 20, 128
+_MAX_TOOLS = 256  # sets of tools that are kept
 
 
 class ReadPlan(NamedTuple):
@@ -65,6 +67,7 @@ class Preparer:
         """max_len: tokens of the longest sequence, at most. None is unknown. chat_format: of answers to chats."""
         self._tokenizer, self._format, self._chat_format = tokenizer, line_format, chat_format
         self._encoder = PromptEncoder(tokenizer, max_len)
+        self._tools: dict[str, list[Any]] = {}  # those of late, by their JSON
 
     @cached_property
     def _answers(self) -> AnswerFormat:
@@ -82,15 +85,25 @@ class Preparer:
             result: Line | Exception = line
             if isinstance(line, Line):
                 prompt: Any = self._encode_chat(line) if line.is_chat else next(encoded)
-                # The engine's process gets no tools: many lines have the same thousands of characters.
+                # The engine's process gets no tools, unless it reads calls by them: many lines have the same thousands
+                # of characters.
                 is_wrong = isinstance(prompt, Exception)
                 result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())
-                if self._format.split_reasoning and line.is_chat and isinstance(result, Line):
-                    params = self._answers.with_tags(line.params)
-                    result = result._replace(opens_reasoning=self._answers.opens_reasoning(prompt), params=params)
+                if line.split is not None and isinstance(result, Line):
+                    is_open = self._answers.opens_reasoning(prompt)
+                    split = line.split._replace(tools=self._shared(line.split.tools), is_open=is_open)
+                    result = result._replace(split=split, params=self._answers.with_tags(line.params))
             outcome = (result, None) if isinstance(result, Line) else (None, str(result))
             prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
         return prepared
+
+    def _shared(self, tools: list[Any] | None) -> list[Any] | None:
+        """The same object for equal tools, which a pickle then holds once for many lines."""
+        if tools is None:
+            return None
+        if len(self._tools) > _MAX_TOOLS:
+            self._tools.clear()
+        return self._tools.setdefault(as_json(tools), tools)
 
     def _read(self, raw: RawLine) -> Line | Exception:
         if raw.row is None:

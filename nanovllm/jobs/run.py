@@ -80,6 +80,7 @@ def run_batch(
     chat_template_kwargs: Row | None = None,
     line_parameters: bool = True,
     split_reasoning: bool = False,
+    split_tool_calls: bool = False,
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
@@ -100,7 +101,7 @@ def run_batch(
         model: as LLM takes it; or an LLM.
         format: of the parts, "jsonl" or "parquet"; None: that of a file, or Parquet for an input of Parquet.
         prompt_column, id_column, template, system, chat_template, chat_template_kwargs, line_parameters,
-            split_reasoning, seed: see LineFormat.
+            split_reasoning, split_tool_calls, seed: see LineFormat.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of _errors.jsonl again. Or a file of corrected lines, which are found by their ids:
@@ -138,6 +139,7 @@ def run_batch(
         chat_template_kwargs=chat_template_kwargs or {},
         line_parameters=line_parameters,
         split_reasoning=split_reasoning,
+        split_tool_calls=split_tool_calls,
         seed=seed,
     )
     cluster = _check_cluster(replicas, ray_address, model)

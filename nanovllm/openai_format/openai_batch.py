@@ -1,7 +1,7 @@
 """OpenAI's batch format, which vLLM's run-batch reads too: a line to a request, an answer to a line."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -10,6 +10,7 @@ from uuid import uuid4
 from nanovllm import AnswerFormat, find_format
 from nanovllm.openai_format.request_names import Row, as_token_ids
 from nanovllm.utils.checks import require
+from nanovllm.utils.text_json import as_json
 
 
 class Kind(NamedTuple):
@@ -141,6 +142,20 @@ def _message(sample: Mapping[str, Any]) -> Row:
     # DeepSeek's name, which chat templates read too, and vLLM's. Clients know one of them.
     names = ("reasoning_content", "reasoning")
     return {"content": sample["content"]} | dict.fromkeys(names, sample["reasoning"])
+
+
+def tool_calls(calls: Iterable[Mapping[str, Any]], first: int = 0) -> list[Row]:
+    """Calls as OpenAI writes them, with ids and with arguments as JSON text. calls: as `chat` gives them. first: how
+    many the answer has had before."""
+    return [
+        {
+            "index": index,
+            "id": f"call_{uuid4().hex}",
+            "type": "function",
+            "function": {"name": call["function"]["name"], "arguments": as_json(call["function"]["arguments"])},
+        }
+        for index, call in enumerate(calls, first)
+    ]
 
 
 def usage(num_prompt_tokens: int, num_completion_tokens: int) -> Row:

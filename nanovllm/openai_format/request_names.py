@@ -20,8 +20,8 @@ _TOKEN_IDS = {name for name, kind in _KINDS.items() if kind in (Collection[int],
 _WHOLE = re.compile(r"([0-9]+)(\.0+)?")
 CHAT_OPTIONS = ("tools", "chat_template_kwargs")  # They belong to a conversation, as its messages do.
 
-# What does not change an answer: the account's, the service's, or about things that a file lacks. Only the server takes
-# calls out of texts, so it reads parallel_tool_calls itself.
+# What does not change a request: the account's, the service's, or about things that a file lacks. Who takes calls out
+# of an answer's text reads parallel_tool_calls.
 _WITHOUT_EFFECT = {
     *("cache_salt", "guided_decoding_backend", "metadata", "model", "parallel_tool_calls", "priority"),
     *("prompt_cache_key", "request_id", "safety_identifier", "service_tier", "store", "stream_options", "user"),

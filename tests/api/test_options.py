@@ -305,6 +305,7 @@ OF_LINES = {
     "chat_template_kwargs": spec("a JSON object", [{}, {"a": [1]}], [None, 5, True, "{}", [1], ()]),
     "line_parameters": flag(converts=False),
     "split_reasoning": flag(converts=False),
+    "split_tool_calls": flag(converts=False),
 }
 SPECS = {Config: OF_CONFIG, SamplingParams: OF_SAMPLING_PARAMS, LineFormat: OF_LINES}
 SPECS[StructuredOutputsParams] = OF_STRUCTURED_OUTPUTS

@@ -2,12 +2,11 @@
 
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
-from uuid import uuid4
 
 from nanovllm import AnswerFormat, AnswerSplitter, StreamDelta
 from nanovllm.integrations.serving.engine_loop import Submission
 from nanovllm.integrations.serving.metrics import CallRecord
-from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, usage
+from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder, read_request, tool_calls, usage
 from nanovllm.openai_format.request_names import Row, as_token_ids, make_params, read_parameters
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.text_json import as_json
@@ -123,10 +122,7 @@ class Call:
         reasoning, content, calls = splitter.push(delta["text"] or "", delta["token_ids"], finish_reason)
         sample["reasoning"] = reasoning if splitter.has_reasoning else None
         sample["content"] = content
-        sample["tool_calls"] = [
-            {"index": i, "id": f"call_{uuid4().hex}", "type": "function", "function": _as_json(call["function"])}
-            for i, call in enumerate(self._allowed(calls, first), first)
-        ]
+        sample["tool_calls"] = tool_calls(self._allowed(calls, first), first)
         if finish_reason == "stop" and (calls or first):
             sample["finish_reason"] = "tool_calls"
 
@@ -173,10 +169,6 @@ class Call:
     def _allowed(self, calls: list[Row], num_before: int = 0) -> list[Row]:
         """Those of a choice's calls that are sent. num_before: that have been."""
         return calls if self._allows_several_calls else calls[: max(1 - num_before, 0)]
-
-
-def _as_json(function: Row) -> Row:
-    return {"name": function["name"], "arguments": as_json(function["arguments"])}
 
 
 def _is_batch(prompt: Any) -> bool:
