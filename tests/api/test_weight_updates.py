@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, random_prompt
+from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, needs_family, random_prompt
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -200,3 +200,37 @@ def test_the_kv_cache_is_given_back_and_taken_again(paths):
             assert awake - mapped_bytes() > 0.9 * num_bytes
             llm.wake_up()
             assert abs(mapped_bytes() - awake) < 0.1 * num_bytes
+
+
+@pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5_text", marks=needs_family("qwen3_5_text"))])
+def test_scales_of_an_fp8_cache_follow_the_weights(tmp_path, family):
+    """However the weights came, an engine is the one that has started with them."""
+    old, new = (make_checkpoint(tmp_path / name, family=family, seed=seed) for seed, name in enumerate(("old", "new")))
+    larger = {name: tensor * 8 if "v_proj" in name else tensor for name, tensor in tensors_of(new).items()}
+    save_file(larger, Path(new, "model.safetensors"), metadata={"format": "pt"})
+
+    def scores(llm) -> list:
+        return llm.score([random_prompt(20, 1)], [random_prompt(20, 2)], use_tqdm=False)[0]["logprobs"]
+
+    def scales(llm) -> list:
+        return torch.cat(llm.model_runner.kv_store.scales).tolist()
+
+    expected = {}
+    for path in (old, new):
+        with make_llm(path, kv_cache_dtype="fp8") as llm:
+            expected[path] = scores(llm), scales(llm)
+    assert expected[old][1] != expected[new][1]
+    with make_llm(old, kv_cache_dtype="fp8", load_format="dummy") as llm:
+        llm.update_weights(tensors_of(new).items())
+        assert (scores(llm), scales(llm)) == expected[new]
+        llm.sleep(1)
+        llm.update_weights(tensors_of(old).items())
+        llm.wake_up()
+        assert (scores(llm), scales(llm)) == expected[old]
+    with make_llm(old, kv_cache_dtype="fp8") as llm:
+        llm.update_weights(tensors_of(new).items())
+        llm.sleep(2)
+        llm.wake_up()
+        assert (scores(llm), scales(llm)) == expected[old]
+        llm.update_weights(tensors_of(new).items())
+        assert (scores(llm), scales(llm)) == expected[new]

@@ -1,13 +1,14 @@
 """The scales of an fp8 KV cache: those of the checkpoint, calibrated ones, or 1.
 
-All are powers of two (see `kernels.attention.kv_quantization`). They are chosen before the first key is stored and
-before CUDA graphs are captured, and never change, so that they hold for every block of the cache.
+All are powers of two (see `kernels.attention.kv_quantization`). They are chosen before the first key is stored, and
+again when weights change, which empties the cache. So they hold for every block of it. CUDA graphs read them where they
+are.
 """
 
 import logging
 from collections.abc import Iterable
 from contextlib import ExitStack
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
@@ -20,6 +21,9 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import attention_layers
 from nanovllm.models.loader import open_tensors
 from nanovllm.utils.context import Context, step_context
+
+if TYPE_CHECKING:
+    from nanovllm.models.loader import LoadedModel
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +43,11 @@ _CALIBRATION_PROMPTS, _CALIBRATION_LENGTH = 8, 256
 _SMALLEST_SCALE = 2.0**-14  # float16 then holds the smallest value of a cache exactly.
 
 
-def choose_kv_scales(config: Config, model: DecoderForCausalLM, cache: PagedKVCache) -> None:
-    """Fill the cache's scales, if it has any, as the option kv_cache_scales says. All ranks must call this together."""
-    if cache.scales is None:
-        return
+def choose_kv_scales(config: Config, model: "LoadedModel", cache: PagedKVCache) -> str | None:
+    """Fill the cache's scales, if it has any, as the option kv_cache_scales says. All ranks must call this together.
+    Returns what to say of them in the log; None if there are none."""
+    if cache.scales is None or not isinstance(model, DecoderForCausalLM):
+        return None
     wanted, source = config.kv_cache_scales, "one"
     found: list[torch.Tensor] | None = None
     if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
@@ -57,7 +62,7 @@ def choose_kv_scales(config: Config, model: DecoderForCausalLM, cache: PagedKVCa
     for scales, of_layer in zip(cache.scales, found or (), strict=found is not None):
         scales.copy_(powers_of_two(of_layer))
     smallest, largest = torch.cat(cache.scales, dim=1).aminmax()
-    logger.info("KV cache scales: %s, %g to %g", source, smallest.item(), largest.item())
+    return f"{source}, {smallest.item():g} to {largest.item():g}"
 
 
 def powers_of_two(scales: torch.Tensor) -> torch.Tensor:
@@ -121,13 +126,17 @@ def calibrated_scales(
 
             vars(layer)["attend"] = record
             hooks.callback(vars(layer).pop, "attend")
+            # What is written to a cache is rounded by the scales that it has so far.
+            hooks.callback(_set_caches, layer, layer.k_cache, layer.v_cache)
+            _set_caches(layer, *2 * (layer.k_cache.new_empty(0),))
         prompts = _calibration_prompts(config).to(device)
         # A CPU dequantizes a weight in fp8 for each product. A GPU's kernels for more tokens may not be compiled yet.
         for together in prompts.split(len(prompts) if device.type == "cpu" else 1):
             num_prompts, length = together.shape
             cu_seqlens = torch.arange(num_prompts + 1, dtype=torch.int32, device=device) * length
             positions = torch.arange(length, device=device).repeat(num_prompts)
-            with step_context(Context(True, cu_seqlens, cu_seqlens, length, length)):
+            no_cells = cu_seqlens.new_full((4, num_prompts), -1)  # A model with states begins with empty ones.
+            with step_context(Context(True, cu_seqlens, cu_seqlens, length, length, cells=no_cells)):
                 model(together.flatten(), positions)
     if not all(
         of_layer.isfinite().all() for of_layer in largest
@@ -141,6 +150,10 @@ def calibrated_scales(
     for of_layer in largest:
         of_layer[~of_layer.isfinite() | (of_layer == 0)] = E4M3_MAX / MARGIN
     return [of_layer * (MARGIN / E4M3_MAX) for of_layer in largest]
+
+
+def _set_caches(layer: Attention, k_cache: torch.Tensor, v_cache: torch.Tensor) -> None:
+    layer.k_cache, layer.v_cache = k_cache, v_cache
 
 
 def _calibration_prompts(config: Config) -> torch.Tensor:

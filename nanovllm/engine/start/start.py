@@ -101,7 +101,9 @@ class Start:
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", runner.device_name)
         logger.info("attention back end: %s", runner.backend.description)
-        choose_kv_scales(config, runner.model, runner.kv_store)
+        scales = choose_kv_scales(config, runner.model, runner.kv_store)
+        if scales is not None:
+            logger.info("KV cache scales: %s", scales)
         progress.tell("measuring memory")
 
     @torch.inference_mode()
