@@ -105,6 +105,7 @@ class RoundedInputs:
     """
 
     def __init__(self) -> None:
+        self.tolerance = TOLERANCE  # of an input, over the largest of its row
         self._rows: dict[int, list[Tensor]] = {}
 
     def add(self, values: Tensor) -> None:
@@ -121,7 +122,7 @@ class RoundedInputs:
         rows = torch.cat(self._rows[scaled.shape[1]])
         found = rows[torch.cdist(scaled, rows, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)]
         excess = (found - scaled).abs() - (scaled.to(E4M3).float() - scaled).abs()
-        assert excess.max() <= TOLERANCE * 448, "the engine's inputs are others, or are not rounded to nearest"
+        assert excess.max() <= self.tolerance * 448, "the engine's inputs are others, or are not rounded to nearest"
         return found
 
 
