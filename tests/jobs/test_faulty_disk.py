@@ -219,7 +219,9 @@ def again(case, said):
     return case.words
 
 
-@pytest.mark.parametrize(("how", "job"), [pytest.param(how, JOBS[name], id=f"{how}-{name}") for how, name in CASES])
+@pytest.mark.parametrize(
+    ("how", "job"), [pytest.param(how, JOBS[name], id=f"{how}-{name}".replace(" ", "-")) for how, name in CASES]
+)
 def test_every_line_is_answered_once_whatever_goes_wrong(disk_of, job, how, capfd):
     case = disk_of(job)
     numbers = [number for number, (name, _) in enumerate(case.calls) if how != SHORT or name == "write"]
