@@ -24,7 +24,7 @@ from nanovllm.engine.runner.sampled_tokens import send_tokens
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start.build import Parts, build_model
 from nanovllm.engine.start.give_back import give_back
-from nanovllm.engine.start.kv_scales import choose_kv_scales
+from nanovllm.engine.start.kv_scales import calibrate_again
 from nanovllm.engine.start.memory import allocate_stores, largest_prefill
 from nanovllm.engine.start.sleep import fall_asleep, wake_up
 from nanovllm.engine.start.start import Start
@@ -212,7 +212,7 @@ class ModelRunner:
     def update_weights(self, tensors: Mapping[str, Tensor | TensorFacts]) -> None:
         """`start.weights.overwrite_weights`."""
         overwrite_weights(self.model, tensors, self.tp, self.device)
-        choose_kv_scales(self.config, self.model, self.kv_store)
+        calibrate_again(self.config, self.model, self.kv_store)
         self.synchronize()  # The caller may change its tensors now.
 
     def sleep(self, level: int) -> None:

@@ -106,7 +106,8 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
         config = _text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
         # Some say it of the text model alone. `model_check` looks for a head that is another matrix.
         text = content.get("text_config")
-        config.tie_word_embeddings |= isinstance(text, dict) and text.get("tie_word_embeddings") is True
+        if isinstance(text, dict) and text.get("tie_word_embeddings") is True:
+            config.tie_word_embeddings = True
         return config
     except Exception as error:
         code, model_type = content.get("auto_map"), content.get("model_type")

@@ -48,6 +48,7 @@ def choose_kv_scales(config: Config, model: "LoadedModel", cache: PagedKVCache) 
     Returns what to say of them in the log; None if there are none."""
     if cache.scales is None or not isinstance(model, DecoderForCausalLM):
         return None
+    cache.are_scales_calibrated = False
     wanted, source = config.kv_cache_scales, "one"
     found: list[torch.Tensor] | None = None
     if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
@@ -59,10 +60,18 @@ def choose_kv_scales(config: Config, model: "LoadedModel", cache: PagedKVCache) 
         )
     if found is None and wanted != "one":
         found, source = calibrated_scales(config, model, cache.layers, cache.scales), "calibration"
+        cache.are_scales_calibrated = True
     for scales, of_layer in zip(cache.scales, found or (), strict=found is not None):
         scales.copy_(powers_of_two(of_layer))
     smallest, largest = torch.cat(cache.scales, dim=1).aminmax()
     return f"{source}, {smallest.item():g} to {largest.item():g}"
+
+
+def calibrate_again(config: Config, model: "LoadedModel", cache: PagedKVCache) -> None:
+    """Choose the scales again, if they depend on the weights, which are others now. The cache must be empty. All ranks
+    must call this together."""
+    if cache.are_scales_calibrated:
+        choose_kv_scales(config, model, cache)
 
 
 def powers_of_two(scales: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
-from nanovllm.engine.start.kv_scales import choose_kv_scales
+from nanovllm.engine.start.kv_scales import calibrate_again
 from nanovllm.engine.start.memory import free_memory, free_stores
 from nanovllm.engine.start.weights import load_weights
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
@@ -65,7 +65,7 @@ def wake_up(runner: SleepyRunner) -> None:
             runner.weight_shapes = []
             model.unpack_weights()
             load_weights(runner.config, model, runner.rank)
-            choose_kv_scales(runner.config, model, runner.kv_store)
+            calibrate_again(runner.config, model, runner.kv_store)
         elif runner.device.type == "cpu":
             model.pack_weights()
         for store in runner.stores:

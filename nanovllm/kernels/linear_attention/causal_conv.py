@@ -96,10 +96,10 @@ def _convolve_rows_kernel(
     before = tl.load(cells + row - 1, mask=row >= 1, other=-1)
     third_before = tl.load(cells + row - 3, mask=row >= 3, other=-1)
     following = tl.load(cells + row + 1, mask=row + 1 < num_rows, other=-1)
-    is_own = load_proposed(is_proposed, row, num_rows)
-    is_first = (cell >= 0) & (before != cell) & (not is_own)
+    continues = load_proposed(is_proposed, row, num_rows)
+    is_first = (cell >= 0) & (before != cell) & (not continues)
     is_fourth_of_prompt = (cell >= 0) & (third_before == cell)
-    is_fourth_of_proposal = is_own
+    is_fourth_of_proposal = continues
     for back in tl.static_range(1, 3):
         is_fourth_of_proposal &= load_proposed(is_proposed, row - back, num_rows)
     w0 = load_float(weight + channel * 4, inside)

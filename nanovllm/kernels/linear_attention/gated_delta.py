@@ -107,12 +107,12 @@ def _decode_kernel(
     before = tl.load(cells + row - 1, mask=row >= 1, other=-1)
     following = tl.load(cells + row + 1, mask=row + 1 < num_rows, other=-1)
     context_len = tl.load(context_lens + row)
-    is_own = load_proposed(is_proposed, row, num_rows)
+    continues = load_proposed(is_proposed, row, num_rows)
     dims = tl.arange(0, DIM)
     sides = tl.arange(0, DIM // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]  # [SIDES, SIDE]
     out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM
     # No row has a length below 0. Its comparison here makes the compiler load it beside the cells, and not after them.
-    if (cell < 0) | (before == cell) | (context_len < 0) | is_own:
+    if (cell < 0) | (before == cell) | (context_len < 0) | continues:
         if cell < 0:
             if PDL:
                 gdc_wait()

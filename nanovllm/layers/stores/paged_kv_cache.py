@@ -26,6 +26,7 @@ class PagedKVCache(Store):
         tensors: [2, layers, blocks, block_size, kv_heads, head_dim] for each shape: keys, values; empty until they are
             allocated.
         scales: float32 [2, kv_heads] of each layer of a float8 cache, of keys and values; None for any other.
+        are_scales_calibrated: whether they were chosen by the model's weights.
     """
 
     name = "KV cache"
@@ -37,6 +38,7 @@ class PagedKVCache(Store):
         self.bytes_per_block = 2 * numbers * self._dtype.itemsize
         self.tensors: list[Tensor] = []
         self.scales: list[Tensor] | None = None
+        self.are_scales_calibrated = False
         if first.is_fp8_cache:
             options: dict[str, Any] = {"dtype": torch.float32, "device": first.device}
             self.scales = [torch.ones(2, shape.num_kv_heads, **options) for shape in shapes]

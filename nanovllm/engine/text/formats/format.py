@@ -5,6 +5,7 @@ an answer's text as it comes and gives events. Whole answers and streams use the
 to the whole however it is cut.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -28,7 +29,7 @@ class Event(NamedTuple):
     arguments: dict[str, Any] | None = None
 
 
-class AnswerReader:
+class AnswerReader(ABC):
     """Reads one answer.
 
     Text that may be the beginning of a tag, or of a call, is held back until that is decided.
@@ -39,12 +40,12 @@ class AnswerReader:
 
     has_reasoning = False
 
+    @abstractmethod
     def push(self, text: str, is_last: bool = False) -> list[Event]:
         """What a text adds. is_last: nothing comes after it."""
-        raise NotImplementedError
 
 
-class ConversationFormat:
+class ConversationFormat(ABC):
     """How a family's models write their answers.
 
     Attributes:
@@ -62,14 +63,15 @@ class ConversationFormat:
     ends: tuple[str, ...] = ()
     tags: tuple[str, ...] = ()
 
+    @abstractmethod
     def reader(self, tools: Iterable[Any] | None = None, is_open: bool = False) -> AnswerReader:
-        """
+        """Of one answer.
+
         Args:
             tools: schemas as in `chat`, whose types tell which arguments are no texts. None: calls are not read, and
                 are content as written.
             is_open: whether the prompt has begun the thinking already.
         """
-        raise NotImplementedError
 
     def is_named_by(self, template: str) -> bool:
         """Whether a chat template writes this format."""

@@ -1,6 +1,7 @@
 """TagReader: reads answers in which thinking and calls stand between tags, one after the other."""
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple, cast
@@ -22,7 +23,7 @@ class Scan(NamedTuple):
 NO_TITLES: Mapping[str, str] = {}
 
 
-class CallScanner:
+class CallScanner(ABC):
     """Reads one text that begins like a call. It remembers how far it has read.
 
     Attributes:
@@ -31,10 +32,10 @@ class CallScanner:
 
     awaited: frozenset[str] = frozenset()
 
+    @abstractmethod
     def scan(self, text: str, is_last: bool) -> Scan | None:
         """None while it is open what the text is. text: all of it, more with each call. is_last: nothing comes after
         it. A scan that has been given is never another with more text."""
-        raise NotImplementedError
 
 
 class CallForm(NamedTuple):
