@@ -140,7 +140,7 @@ def test_a_kernel_without_triton_says_what_is_missing():
     assert "this kernel needs Triton, which is not installed" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_tests_are_collected_without_triton_and_optional_packages():
     """As on macOS, which has no Triton, and on a machine with a GPU and little else: the tests that need them are
     skipped, and no file fails."""

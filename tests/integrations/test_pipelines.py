@@ -110,7 +110,7 @@ def test_datatrove(model, tmp_path):
     assert log.read_text().endswith("the server has ended\n")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ray_data(cluster, model, tmp_path):
     pandas = pytest.importorskip("pandas", reason="needs pandas")
     (code,) = blocks("Ray Data")

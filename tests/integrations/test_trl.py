@@ -158,7 +158,7 @@ def test_weights_that_are_no_numbers_end_the_training(llm, make_trainer):
         integration.Rollouts(llm)(TEXTS, trainer)
 
 
-@pytest.mark.parametrize("rollouts", ["nanovllm", "transformers"])
+@pytest.mark.parametrize("rollouts", ["nanovllm", pytest.param("transformers", marks=pytest.mark.nightly)])
 def test_the_example_runs(rollouts, path):
     sizes = ["--steps", "2", "--completions", "8", "--group", "4", "--batch-size", "4", "--max-tokens", "8", "--cpu"]
     command = [sys.executable, EXAMPLE, path, "--rollouts", rollouts, *sizes]

@@ -61,6 +61,7 @@ def kill_an_engine(answers):
     os.kill(engines[0], signal.SIGKILL)
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(("num_engines", "num_gpus"), [(2, 1), (1, 2)])
 def test_each_engine_has_gpus_of_its_own(cluster, path, tmp_path, answers, monkeypatch, num_engines, num_gpus):
     seen = tmp_path / "seen"
@@ -86,6 +87,7 @@ def test_each_engine_has_gpus_of_its_own(cluster, path, tmp_path, answers, monke
     assert sorted(os.listdir(seen)) == (["0", "1"] if num_gpus == 1 else ["0,1"])
 
 
+@pytest.mark.nightly
 def test_an_interrupt_writes_what_is_finished(cluster, path, tmp_path, answers, llm, monkeypatch):
     monkeypatch.setattr(work, "ReadAhead", ReadHere)
     file = write_lines(tmp_path / "prompts.jsonl", LINES)
@@ -99,6 +101,7 @@ def test_an_interrupt_writes_what_is_finished(cluster, path, tmp_path, answers, 
     assert by_id(read_folder(answers)) == by_id(read_folder(tmp_path / "here"))
 
 
+@pytest.mark.nightly
 def test_an_engine_whose_machine_lacks_the_model(cluster, path, tmp_path, answers, monkeypatch):
     monkeypatch.setattr(work, "ReadAhead", ReadHere)
     monkeypatch.setattr(ray_job, "on_any_machine", lambda arguments: Arguments("nowhere/model", {}))
@@ -107,6 +110,7 @@ def test_an_engine_whose_machine_lacks_the_model(cluster, path, tmp_path, answer
         run_batch(file, answers, path, replicas=1, **ENGINE)
 
 
+@pytest.mark.nightly
 def test_an_own_pipeline(cluster, path, tmp_path):
     kept = {"text": "kept", "error": "of before", "body": "of a mail"}
     rows = [{"id": i, "question": f"a block {i}", "max_tokens": 1 + i % 5} | kept for i in range(20)]

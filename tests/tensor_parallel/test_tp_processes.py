@@ -120,7 +120,7 @@ def shared_memory() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("moment", ["starting", "working"])
+@pytest.mark.parametrize("moment", [pytest.param("starting", marks=pytest.mark.nightly), "working"])
 def test_workers_end_with_a_caller_that_is_killed(start, moment):
     before = shared_memory()
     process = start(
@@ -183,7 +183,7 @@ def test_ctrl_c_leaves_a_usable_engine(start, reference):
     wait_until_gone(pids)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_in_a_script_is_said_once(start):
     process = start(
         """
@@ -219,6 +219,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.nightly
 def test_a_second_ctrl_c_ends_an_engine_whose_worker_hangs(start):
     process = start(HUNG)
     (pid,) = worker_pids(process)
@@ -244,7 +245,7 @@ def test_a_script_without_a_main_guard_is_told_so(start):
     assert err.count("RuntimeError: tensor_parallel_size > 1") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_script_from_standard_input_is_told_to_become_a_file(path):
     code = PREAMBLE + 'if __name__ == "__main__":\n    make_llm(2)\n'
     process = subprocess.run(
@@ -258,6 +259,7 @@ def test_a_script_from_standard_input_is_told_to_become_a_file(path):
     assert re.search(r"RuntimeError: .*<stdin> is no file: save the script as one", process.stderr.splitlines()[-1])
 
 
+@pytest.mark.nightly
 def test_two_engines_in_each_of_two_programs(start, path, reference):
     process = start(
         """

@@ -155,7 +155,7 @@ def test_the_plain_model_and_the_simple_loop_can_be_asked_for(asked_options, arg
     assert not asked_options(*args, "--no-overlap-steps")["overlap_steps"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_formats_are_options_of_the_engine_and_of_the_floor(path, plain_run, tmp_path):
     file, formats = tmp_path / "out.json", ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--fp8-flops", "2")
     done = run_bench("--model", path, "--workload", "laptop", "--json", file, *formats)

@@ -19,6 +19,7 @@ def run(script: str, *args) -> str:
     return done.stdout
 
 
+@pytest.mark.nightly
 def test_a_start_is_divided_into_phases(path, tmp_path):
     file = tmp_path / "out.json"
     run("startup", "--model", path, "--json", file)
@@ -31,6 +32,7 @@ def test_the_hosts_time_is_measured_without_a_model():
     assert run("host_batches", "--workload", "laptop", "--passes", 1).splitlines()[-1].startswith("laptop")
 
 
+@pytest.mark.nightly
 def test_as_many_proposed_tokens_are_right_as_asked(tmp_path):
     model, file = make_checkpoint(tmp_path, vocab_size=10_016), tmp_path / "out.json"
     # The prompt's step gives one token, and the other eight take one token a step, or with two proposed ones three.

@@ -56,6 +56,7 @@ def test_the_reader_of_a_job(trap, tmp_path):
     assert list(trap.glob("answers/part-*"))
 
 
+@pytest.mark.nightly
 def test_workers_of_ray(trap, tmp_path):
     pytest.importorskip("ray")
     model = make_checkpoint(tmp_path / "model", tokenizer=True)
