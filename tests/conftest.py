@@ -27,7 +27,7 @@ from configs import NEW_STYLE
 from nanovllm.layers.matmul.table import package_table
 from nanovllm.utils.threads import available_cores
 
-pytest_plugins = ["lone_gpu", "quick_ranks", "ray_cluster"]
+pytest_plugins = ["lone_gpu", "quick_interpreter", "quick_ranks", "ray_cluster"]
 
 # By default an example of more than 200 ms is a failure, on whatever machine and beside whatever else it runs.
 hypothesis.settings.register_profile("untimed", deadline=None)

@@ -1,0 +1,32 @@
+"""Triton's interpreter, without its search of triton.language for what it replaces at each launch and at each call of
+one function by another, which takes a third of the time of a test. A plugin of pytest."""
+
+from types import ModuleType
+from typing import Any
+
+import torch
+
+
+def _remember_builtins(interpreter: ModuleType) -> None:
+    search, set_one = interpreter._patch_builtin, interpreter._patch_attr
+    found: dict[Any, list[tuple[str, Any]]] = {}
+
+    def replace(place: Any, builder: Any, scope: Any) -> None:
+        if place not in found:
+            first = len(scope._changes)
+            search(place, builder, scope)
+            found[place] = [(name, member) for _, name, member in scope._changes[first:]]
+        for name, member in found[place]:
+            if getattr(place, name) is member:
+                set_one(place, name, member, builder, scope)
+
+    interpreter._patch_builtin = replace
+
+
+if not torch.cuda.is_available():
+    try:
+        from triton.runtime import interpreter
+    except ImportError:
+        pass
+    else:
+        _remember_builtins(interpreter)
