@@ -16,10 +16,10 @@ EXAMPLES = ROOT / "examples"
 NUM_FIGURES = {"quickstart": 2, "walkthrough": 3}
 
 quickstart = pytest.mark.parametrize("name", ["quickstart"], indirect=True)
-walkthrough = pytest.mark.parametrize("name", ["walkthrough"], indirect=True)
+walkthrough = pytest.mark.parametrize("name", [pytest.param("walkthrough", marks=pytest.mark.nightly)], indirect=True)
 
 
-@pytest.fixture(scope="module", params=NUM_FIGURES)
+@pytest.fixture(scope="module", params=["quickstart", pytest.param("walkthrough", marks=pytest.mark.nightly)])
 def name(request):
     return request.param
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoints import Reference, assert_idle, complete, greedy, make_checkpoint, make_llm, needs_family, random_prompt
+from kernel_harness import nightly
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -43,7 +44,7 @@ def expected(path, num_tokens: int = 12) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "num_ranks"), [("untied", 1), ("tied", 1), ("experts", 1), ("tied", 2), ("experts", 2)]
+    ("name", "num_ranks"), [("untied", 1), ("tied", 1), ("experts", 1), ("tied", 2), *nightly(("experts", 2))]
 )
 def test_an_engine_changes_its_weights_and_sleeps(pairs, name, num_ranks):
     """With new weights it is one of their checkpoint, and it wakes up as it was."""

@@ -59,5 +59,5 @@ def quick_ranks() -> Iterator[None]:
         return
     multiprocessing.set_forkserver_preload(["quick_ranks", "nanovllm.engine.model_runner"])
     started = _Context()
-    with mock.patch.object(workers.multiprocessing, "get_context", lambda method=None: started):
+    with mock.patch.object(workers.multiprocessing, "get_context", return_value=started):
         yield

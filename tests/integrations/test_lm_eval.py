@@ -231,6 +231,7 @@ def real():
     return str(real_model.default_folder())
 
 
+@pytest.mark.nightly
 @pytest.mark.real
 def test_scores_of_real_weights_in_float32(real):
     ours, theirs = (

@@ -82,7 +82,7 @@ def run_script(directory: Path, code: str, model: str) -> str:
     return done.stdout + done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_datatrove(model, tmp_path):
     for package in ("datatrove", "uvicorn", "starlette", "httpx", "orjson", "aiosqlite", "aiofiles"):
         pytest.importorskip(package, reason="needs datatrove and a server: pip install '.[datatrove]'")

@@ -692,7 +692,7 @@ def start(path, *options, script=None) -> tuple[subprocess.Popen, str]:
     return process, found[1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.nightly)])
 def test_the_command_ends_with_ctrl_c(path, number):
     process, url = start(path, "--served-model-name", MODEL)
     with openai.OpenAI(base_url=url, api_key=KEY, max_retries=0, timeout=60) as client:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from job_files import ReadHere, num_rows, prompts, read_folder, write_lines
+from kernel_harness import nightly
 
 from nanovllm.jobs import run_batch, work
 from nanovllm.jobs.lines import LineFormat
@@ -41,7 +42,8 @@ def wait_for_rows(process, folder, num) -> None:
 
 
 @pytest.mark.slow
-def test_starved_killed_and_interrupted(tmp_path, monkeypatch):
+@pytest.mark.parametrize("second", [signal.SIGTERM, *nightly(signal.SIGINT)])
+def test_starved_killed_and_interrupted(tmp_path, monkeypatch, second):
     """A limit of the size of files stands for a full disk."""
     rows = [{"id": i, "prompt": f"def {('read', 'write', 'is_')[i % 3]}_{i}("} for i in range(NUM_LINES)]
     file, answers = write_lines(tmp_path / "prompts.jsonl", rows), tmp_path / "answers"
@@ -53,7 +55,7 @@ def test_starved_killed_and_interrupted(tmp_path, monkeypatch):
     assert "The same command goes on with the job." in said
     assert 0 < num_rows(answers) < NUM_LINES
 
-    for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGKILL, second):
         process = start(file, answers, "--retry-errors")
         wait_for_rows(process, answers, num_rows(answers) + 1)
         process.send_signal(number)

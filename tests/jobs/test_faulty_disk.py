@@ -14,6 +14,7 @@ from typing import NamedTuple
 import pytest
 from faulty_disk import DIES, FAILS, KILLED, SHORT, STAYS_BROKEN, FaultyDisk
 from job_files import ReadHere, by_id, read_lines, write_lines
+from kernel_harness import nightly
 
 from nanovllm import LLM, cli
 from nanovllm.jobs import arguments, part_writer, reader, run, work, writer

@@ -179,8 +179,14 @@ def test_decode_kernels_of_other_sizes_equal_twin(dim, device):
     assert_close(layer.run(delta_rule_decode.kernel, inputs, *places, is_proposed=is_proposed), expected)
 
 
-@pytest.mark.parametrize("function", [delta_rule_decode.twin, delta_rule_decode.kernel])
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("function", "state_dtype"),
+    [
+        *product([delta_rule_decode.twin], [F32, BF16]),
+        (delta_rule_decode.kernel, BF16),
+        *nightly((delta_rule_decode.kernel, F32)),
+    ],
+)
 def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     """Of sequences with 0 to 5 proposed tokens, one at its start: every output, and every state on the way."""
     layer = Layer(1, 2, 16, device, num_cells=32, state_dtype=state_dtype)

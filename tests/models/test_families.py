@@ -48,17 +48,22 @@ CRAMPED = {"num_kvcache_blocks": 8, "max_num_batched_tokens": 20}
 PARAMS = [greedy(NUM_TOKENS, logprobs=0 if i % 2 else None) for i in range(4)]
 
 
-def over(rows, *marks_of_drawn):
-    """A test for each of these rows. Those of one row come together, so each checkpoint is made once."""
+def over(rows, *marks_of_drawn, others_nightly=None):
+    """A test for each of these rows, a nightly one where a family is not in `others_nightly`. Those of one row come
+    together, so each checkpoint is made once."""
     params = []
     for family, seed in rows:
         marks = [needs_family(family), *(() if seed is None else marks_of_drawn)]
+        if others_nightly and family not in others_nightly:
+            marks.append(pytest.mark.nightly)
         params.append(pytest.param((family, seed), id=family if seed is None else f"{family}-{seed}", marks=marks))
     return pytest.mark.parametrize("case", params, indirect=True)
 
 
 every_case, every_row = over(ROWS), over(ROWS[: len(FAMILIES)])
 drawn_nightly = over(ROWS, pytest.mark.nightly)
+# For what costs a second a row and does not depend on the family, beside a test that every row has.
+some_rows = over(ROWS[: len(FAMILIES)], others_nightly=("qwen3", "qwen3_next", "gpt_oss", "gemma4_text", "granite"))
 
 
 @pytest.fixture(scope="module")
@@ -136,9 +141,17 @@ def test_two_ranks(case):
         assert_idle(llm)
 
 
+@some_rows
+def test_two_ranks_in_int4(case):
+    check_int4(case, 2)
+
+
 @every_row
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_int4(case, num_ranks):
+def test_int4(case):
+    check_int4(case, 1)
+
+
+def check_int4(case, num_ranks):
     """The checkpoint's numbers are such that int4 holds them."""
     options = {"quantization": "int4", "max_model_len": case.max_model_len}
     with make_llm_of_ranks(case.path, num_ranks, **options) as llm:
@@ -200,7 +213,7 @@ def test_the_plain_twin(case, num_ranks):
     assert found[0] == found[1]
 
 
-@every_row
+@some_rows
 def test_two_ranks_in_fp8_round_no_worse(case):
     """Each has scales for its own columns, so it rounds in other places. Keys and values are in fp8 too."""
     vocab_size = case.fields["vocab_size"]
