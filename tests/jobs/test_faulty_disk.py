@@ -14,7 +14,6 @@ from typing import NamedTuple
 import pytest
 from faulty_disk import DIES, FAILS, KILLED, SHORT, STAYS_BROKEN, FaultyDisk
 from job_files import ReadHere, by_id, read_lines, write_lines
-from kernel_harness import nightly
 
 from nanovllm import LLM, cli
 from nanovllm.jobs import arguments, part_writer, reader, run, work, writer
@@ -126,8 +125,13 @@ JOBS = {
 DIES_TOO = [name for name in JOBS if name not in ("lines", "a file", "goes on", "tries errors again")]
 CASES = [(FAILS, name) for name in JOBS]
 CASES += [(STAYS_BROKEN, name) for name in DIES_TOO]
-CASES += [(DIES, "corrects"), *nightly(*((DIES, name) for name in DIES_TOO if name != "corrects"))]
+CASES += [(DIES, "corrects")]
 CASES += [(SHORT, name) for name in ("in order", "a file of parquet in order")]
+AT_NIGHT = [(DIES, name) for name in DIES_TOO if name != "corrects"]
+
+
+def case_of(how, name, *marks):
+    return pytest.param(how, JOBS[name], id=f"{how}-{name}".replace(" ", "-"), marks=marks)
 
 
 @pytest.fixture
@@ -223,7 +227,8 @@ def again(case, said):
 
 
 @pytest.mark.parametrize(
-    ("how", "job"), [pytest.param(how, JOBS[name], id=f"{how}-{name}".replace(" ", "-")) for how, name in CASES]
+    ("how", "job"),
+    [*(case_of(*each) for each in CASES), *(case_of(*each, pytest.mark.nightly) for each in AT_NIGHT)],
 )
 def test_every_line_is_answered_once_whatever_goes_wrong(disk_of, job, how, capfd):
     case = disk_of(job)
