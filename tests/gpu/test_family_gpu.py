@@ -62,6 +62,12 @@ FAMILIES = {
     "gpt_oss": {"head_dim": 64, "sliding_window": 70, "num_local_experts": 8, "num_experts_per_tok": 3},
     "olmo2": {},
     "olmo3": {"sliding_window": 70},
+    "exaone4": {
+        "sliding_window": 70,
+        "sliding_window_pattern": "LG",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "seed_oss": {"head_dim": 64, "attention_out_bias": True},
     "granite": {
         "embedding_multiplier": 8.0,
         "attention_multiplier": 0.15,
