@@ -222,7 +222,7 @@ FAMILIES = {
     "olmo2": Family("Olmo2ForCausalLM", (COMMON, ONE_KV_HEAD, BIAS, {"rope_scaling": None})),
     "olmo3": Family("Olmo3ForCausalLM", (COMMON, HEADS, BIAS, OLMO3)),
     "exaone4": Family("Exaone4ForCausalLM", (COMMON, FREE_HEADS, {"num_hidden_layers": 2}, EXAONE4)),
-    "seed_oss": Family("SeedOssForCausalLM", (COMMON, FREE_HEADS, BIAS, {"attention_out_bias": choose(True, False)})),
+    "seed_oss": Family("SeedOssForCausalLM", (COMMON, FREE_HEADS, BIAS, {"attention_out_bias": choose(False, True)})),
     "granite": Family("GraniteForCausalLM", (COMMON, HEADS, BIAS, FACTORS)),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
