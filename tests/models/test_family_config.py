@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from families import FAMILIES, IS_TRANSFORMERS_5
-from transformers import CONFIG_MAPPING, PreTrainedConfig
+from transformers import CONFIG_MAPPING
 
 from nanovllm.bench.floor import ModelSize
 from nanovllm.config import Config
@@ -279,6 +279,8 @@ IGNORED = {
 def test_every_key_of_every_family_is_known():
     """A key that a family's configuration has in transformers changes the model, or somebody has seen that it does
     not."""
+    from transformers import PreTrainedConfig  # by another name in earlier releases
+
     known = {*hf_config._SWITCHES, *hf_config._REQUIRED, *hf_config._OPTIONAL, *READ, *IGNORED}
     for family in FAMILIES.keys() & CONFIG_MAPPING.keys():
         keys = CONFIG_MAPPING[family]().to_dict().keys() - PreTrainedConfig().to_dict().keys()
