@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,9 +31,17 @@ _REQUIRED = (
     "max_position_embeddings",
     "rms_norm_eps",
 )
-_FLAGS = ("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window", "norm_topk_prob")
+_FLAGS = (
+    "attention_bias",
+    "attention_out_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "use_sliding_window",
+    "norm_topk_prob",
+)
 _GLOBAL = ("global_head_dim", "num_global_key_value_heads")  # of layers without a window
-_SIZES = ("head_dim", "sliding_window", "sliding_window_pattern", *_GLOBAL)
+_SIZES = ("head_dim", "sliding_window", *_GLOBAL)
+_PATTERN = "sliding_window_pattern"
 _OF_LAYERS = ("gemma4_text", "gemma4_unified_text")  # types of models whose layers differ in these sizes
 _FACTORS = ("embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling")
 _ACTIVATION = ("swiglu_alpha", "swiglu_limit")
@@ -43,13 +52,14 @@ _POSITIVE_NUMBERS = (
 _LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 _CHUNKS = "dual_chunk_attention_config"
-_OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTIZATIONS, _CHUNKS)
+_OPTIONAL = ("eos_token_id", *_FLAGS, *_SIZES, _PATTERN, *_POSITIVE_NUMBERS, *_LAYERS, *_QUANTIZATIONS, _CHUNKS)
 _MAX_SIZE = 2**31 - 1
 _MAX_LAYERS = 1024  # The deepest published model has 126.
 # Keys that change what a decoder computes, with the value that changes nothing, as null does. A family reads some of
 # them (`DecoderForCausalLM.switches`); the others are refused.
 _SWITCHES: dict[str, bool | float | str | None] = {
     "attention_bias": False,
+    "attention_out_bias": False,
     "attn_output_gate": True,  # only Qwen3.5's configurations have the key
     "mlp_bias": False,
     "attention_k_eq_v": False,
@@ -102,10 +112,15 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
     try:
         from transformers import AutoConfig
 
-        # False, because None asks on standard input whether to run code of the checkpoint.
-        config = _text_config(AutoConfig.from_pretrained(directory, trust_remote_code=False))
-        # Some say it of the text model alone. `model_check` looks for a head that is another matrix.
         text = content.get("text_config")
+        complete = with_layer_types(content)
+        if complete != content:
+            read = AutoConfig.for_model(**complete)
+        else:
+            # False, because None asks on standard input whether to run code of the checkpoint.
+            read = AutoConfig.from_pretrained(directory, trust_remote_code=False)
+        config = _text_config(read)
+        # Some say it of the text model alone. `model_check` looks for a head that is another matrix.
         if isinstance(text, dict) and text.get("tie_word_embeddings") is True:
             config.tie_word_embeddings = True
         return config
@@ -118,6 +133,18 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
                 f"class of its own that reads model_type {quoted(model_type)}"
             )
         raise ValueError(f"{file}: cannot be used: {reason}") from error
+
+
+def with_layer_types(content: Fields) -> dict[str, Any]:
+    """A config.json's content with `layer_types`, if a text such as "LLLG" says which layers have a window:
+    transformers does not read the text."""
+    pattern, kinds = content.get(_PATTERN), content.get("layer_types")
+    if not isinstance(pattern, str) or kinds:
+        return dict(content)
+    has_window = content.get("sliding_window", "the family's") is not None
+    are_local = local_layers(SimpleNamespace(**content))
+    kinds = ["sliding_attention" if has_window and is_local else "full_attention" for is_local in are_local]
+    return {**content, "layer_types": kinds}
 
 
 def _text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
@@ -237,7 +264,7 @@ def _check_window_keys(hf_config: "PreTrainedConfig", read: frozenset[str]) -> N
     family does not read: transformers ignores such a key."""
     names = ["use_sliding_window"]
     if not getattr(hf_config, "layer_types", None):
-        names += ["max_window_layers", "sliding_window_pattern"]
+        names += ["max_window_layers", _PATTERN]
     for name in names:
         value = getattr(hf_config, name, None)
         if name not in read and value is not None:
@@ -262,17 +289,20 @@ def windows_of_layers(hf_config: "PreTrainedConfig") -> tuple[int | None, ...]:
     return tuple(window if is_local else None for is_local in local_layers(hf_config))
 
 
-def local_layers(hf_config: "PreTrainedConfig") -> list[bool]:
+def local_layers(hf_config: "PreTrainedConfig | SimpleNamespace") -> list[bool]:
     """Which layers have the configured `sliding_window`. Transformers 5 lists `layer_types`. In 4 every n-th layer is a
-    global one (`sliding_window_pattern`), or the first ones are (`max_window_layers`)."""
+    global one (`sliding_window_pattern`), or the first ones are (`max_window_layers`). EXAONE 4 may have a text as the
+    pattern: in "LLLG" each of "LLL" stands for a layer with the window. The last layer has none."""
     num_layers = hf_config.num_hidden_layers
     layers = range(num_layers)
     kinds = getattr(hf_config, "layer_types", None)
-    pattern = getattr(hf_config, "sliding_window_pattern", None)
+    pattern = getattr(hf_config, _PATTERN, None)
     if kinds:
         allowed = f"a list of {num_layers} kinds, one for each of num_hidden_layers"
         require("layer_types", kinds, len(kinds) >= num_layers, allowed)
         return [kind == "sliding_attention" for kind in kinds[:num_layers]]
+    if isinstance(pattern, str):
+        return [pattern[layer % len(pattern)] == "L" and layer < num_layers - 1 for layer in layers]
     if pattern:
         return [(layer + 1) % pattern != 0 for layer in layers]
     num_global = getattr(hf_config, "max_window_layers", None) or 0
@@ -318,6 +348,11 @@ def _check_values(fields: Fields, where: str) -> None:
             num_layers = fields.get("num_hidden_layers") or 0
             is_long_enough = isinstance(value, list) and len(value) >= num_layers
             require(field, value, is_long_enough, f"a list of {num_layers} flags, one for each of num_hidden_layers")
+        elif name == _PATTERN:
+            is_text = isinstance(value, str) and value != "" and set(value) <= set("LG")
+            least = 0 if fields.get("sliding_window") is None else 1  # 0 is what transformers writes for EXAONE 4.
+            allowed = f"an integer in 1..{_MAX_SIZE}, or a text of L and G"
+            require(field, value, is_text or is_int(value, least, _MAX_SIZE), allowed)
         elif name == "max_window_layers":
             require(field, value, is_int(value, 0), "an integer >= 0")
         elif name == "mlp_only_layers":

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm.models.hf_config import plain_config
+from nanovllm.models.hf_config import plain_config, with_layer_types
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -35,4 +35,4 @@ def preset_config(name: str) -> "PreTrainedConfig":
 
     if fields["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"{name}: transformers {__version__} does not know {fields['model_type']}: upgrade it")
-    return plain_config(AutoConfig.for_model(**fields))
+    return plain_config(AutoConfig.for_model(**with_layer_types(fields)))

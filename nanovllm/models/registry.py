@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 # Name -> the module that has a class of this name. A family is imported when a model asks for it.
 ARCHITECTURES = {
+    "Exaone4ForCausalLM": "nanovllm.models.exaone4",
     "Gemma3ForCausalLM": "nanovllm.models.gemma3",
     "Gemma3ForConditionalGeneration": "nanovllm.models.gemma3",
     "Gemma4ForCausalLM": "nanovllm.models.gemma4",
@@ -33,6 +34,7 @@ ARCHITECTURES = {
     "Qwen3_5ForConditionalGeneration": "nanovllm.models.qwen3_5",
     "Qwen3_5MoeForCausalLM": "nanovllm.models.qwen3_5_moe",
     "Qwen3_5MoeForConditionalGeneration": "nanovllm.models.qwen3_5_moe",
+    "SeedOssForCausalLM": "nanovllm.models.seed_oss",
     "SmolLM3ForCausalLM": "nanovllm.models.smollm3",
 }
 

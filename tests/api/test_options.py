@@ -128,7 +128,7 @@ class Feature:
 
 
 FEATURE = Feature()
-CHAT_FORMATS = "harmony", "gemma4", "mistral", "qwen_xml", "hermes", "llama3_json", "think", "plain"
+CHAT_FORMATS = "harmony", "gemma4", "mistral", "seed_oss", "qwen_xml", "hermes", "llama3_json", "think", "plain"
 MODEL_LEN = 40960  # of the published shape
 OF_CONFIG = {
     "model": name("a directory or a hub id", ["Qwen3-0.6B"]),

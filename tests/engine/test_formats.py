@@ -1,6 +1,7 @@
 """Formats of conversations: what models write, and what a program gets of it, whole and however it is cut."""
 
 import copy
+import functools
 import json
 import logging
 from itertools import pairwise
@@ -48,6 +49,8 @@ TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "clock", "parameters": {"type": "object", "properties": {}}}},
 ]
+
+QWEN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 
 
 def json_call(name="weather", **arguments):
@@ -515,13 +518,42 @@ ANSWERS = [
     ("a call", "think", f"<think>a</think>{json_call('clock')}", "a", json_call("clock"), []),
     ("no format", "plain", f"<think>a</think>{json_call('clock')}", None, f"<think>a</think>{json_call('clock')}", []),
 ]
+# Seed-OSS writes Qwen's XML between other tags: whatever holds of the one holds of the other.
+SEED_TAGS = {tag: tag.replace("think", "seed:think").replace("tool_call", "seed:tool_call") for tag in QWEN_TOKENS}
+
+
+def as_seed(text):
+    return functools.reduce(lambda a, tag: a.replace(tag, SEED_TAGS[tag]), SEED_TAGS, text)
+
+
+def row_as_seed(title, _, written, reasoning, content, calls, *options):
+    calls = [(name, {key: as_seed(v) if isinstance(v, str) else v for key, v in each.items()}) for name, each in calls]
+    return title, "seed_oss", as_seed(written), reasoning and as_seed(reasoning), as_seed(content), calls, *options
+
+
+ANSWERS += [row_as_seed(*each) for each in ANSWERS if each[1] == "qwen_xml" and each[0] != "JSON in place of XML"]
+ANSWERS += [
+    (
+        "the whole of it",
+        "seed_oss",
+        "<seed:think>Bern?</seed:think>\n<seed:tool_call>\n<function=weather>\n<parameter=city>Bern</parameter>\n"
+        "<parameter=days>3</parameter>\n</function>\n</seed:tool_call>",
+        "Bern?",
+        "",
+        [weather(city="Bern", days=3)],
+    ),
+    ("Qwen's tags", "seed_oss", "<think>a</think>b", None, "<think>a</think>b", []),
+]
 ANSWERS = [(*each, {}) if len(each) == 6 else each for each in ANSWERS]
 NAMES = ("format", "written", "reasoning", "content", "calls", "options")
 TABLE = pytest.mark.parametrize(NAMES, [pytest.param(*each[1:], id=f"{each[1]}: {each[0]}") for each in ANSWERS])
+# Where the tags do not tell that it is Seed-OSS.
+UNTOLD = ("Qwen's tags", "the opening tag missing")
 # Those whose tags tell the format; of Harmony and Gemma, if the prompt has not begun the thinking.
 BY_TAGS = [
     *((each[1], *each) for each in ANSWERS),
     *((None, *each) for each in ANSWERS if each[1] in ("hermes", "qwen_xml", "mistral")),
+    *((None, *each) for each in ANSWERS if each[1] == "seed_oss" and each[0] not in UNTOLD),
     *((None, *each) for each in ANSWERS if each[1] in ("harmony", "gemma4") and each[-1] != OPENED),
 ]
 TABLE_OF_TEXTS = pytest.mark.parametrize(
@@ -697,9 +729,6 @@ class Tokenizer:
         return {token: i for i, token in enumerate(self._tokens, 1)}
 
 
-QWEN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
-
-
 @pytest.mark.parametrize(
     ("template", "tokens", "name"),
     [
@@ -707,6 +736,8 @@ QWEN_TOKENS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
         ("<|start|>{{ role }}", ("<|channel|>", "<|message|>"), "harmony"),
         ("<think> <tool_call>\n<function=x>\n<parameter=y>", QWEN_TOKENS, "qwen_xml"),
         ("<think> <tool_call>{{ tool }}", QWEN_TOKENS, "hermes"),
+        ("<seed:think> <seed:tool_call>\n<function=x>\n<parameter=y>", (), "seed_oss"),
+        ("{{ message }}", ("<seed:think>", "</seed:think>"), "seed_oss"),
         ("<tool_call>", ("[TOOL_CALLS]", "<|python_tag|>"), "hermes"),
         ("{{ message }}", QWEN_TOKENS, "hermes"),
         ("[INST] [TOOL_CALLS]", (), "mistral"),

@@ -23,6 +23,7 @@ orthogonal, rounding may change the sign. So hybrids are held to twice these num
 from functools import cache
 from types import SimpleNamespace
 
+import families
 import pytest
 import torch
 from checkpoints import (
@@ -53,6 +54,18 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 HYBRID = {"head_dim": 64, "linear_key_head_dim": 32, "linear_value_head_dim": 32}
+SHARED_EXPERT = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
+SHARED_EXPERT |= {"shared_expert_intermediate_size": 64}
+GEMMA4 = {
+    "hidden_size": 64,
+    "head_dim": 256,
+    "global_head_dim": 512,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "sliding_window": 70,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "final_logit_softcapping": 30.0,
+}
 FAMILIES = {
     "llama": {"head_dim": 64, "rope_scaling": LLAMA3},
     "mistral": {"head_dim": 64, "sliding_window": 8},
@@ -62,6 +75,12 @@ FAMILIES = {
     "gpt_oss": {"head_dim": 64, "sliding_window": 70, "num_local_experts": 8, "num_experts_per_tok": 3},
     "olmo2": {},
     "olmo3": {"sliding_window": 70},
+    "exaone4": {
+        "sliding_window": 70,
+        "sliding_window_pattern": "LG",
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "seed_oss": {"head_dim": 64, "attention_out_bias": True},
     "granite": {
         "embedding_multiplier": 8.0,
         "attention_multiplier": 0.15,
@@ -77,22 +96,13 @@ FAMILIES = {
         "rope_theta": 1e6,
         "rope_local_base_freq": 1e4,
     },
-    "gemma4_text": {
-        "hidden_size": 64,
-        "head_dim": 256,
-        "global_head_dim": 512,
-        "attention_k_eq_v": True,
-        "num_global_key_value_heads": 1,
-        "sliding_window": 70,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "final_logit_softcapping": 30.0,
-    },
+    "gemma4_text": GEMMA4,
+    "gemma4_unified_text": GEMMA4,
     "qwen2": {},
     "qwen3": {"head_dim": 128},
     "qwen3_5_text": HYBRID,
-    "qwen3_5_moe_text": HYBRID
-    | {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48}
-    | {"shared_expert_intermediate_size": 64},
+    "qwen3_5_moe_text": HYBRID | SHARED_EXPERT,
+    "qwen3_next": HYBRID | SHARED_EXPERT,
     "qwen3_moe": {"head_dim": 64, "num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
 }
 # Its sizes, except for the number of layers and the vocabulary.
@@ -133,17 +143,17 @@ def make_family(directory, family, **changes):
     path = make_checkpoint(directory, family=family, dtype=torch.bfloat16, **fields | changes)
     edit_tensors(path, lambda tensors: soften_attention(tensors, family))
     if "num_experts" in fields or "num_local_experts" in fields:
-        edit_tensors(path, lambda tensors: choose_experts_by_token(tensors, float(not family.startswith("qwen3_5"))))
+        edit_tensors(path, lambda tensors: choose_experts_by_token(tensors, float(not is_hybrid(family))))
     return path
 
 
 def soften_attention(tensors, family) -> None:
     """Bring the scores to about N(0, 1)."""
     for name, tensor in tensors.items():
-        has_offset = family == "gemma3_text" or (family.startswith("qwen3_5") and "linear_attn" not in name)
+        has_offset = family == "gemma3_text" or (is_hybrid(family) and "linear_attn" not in name)
         if name.endswith("norm.weight") and has_offset:
             tensor -= 1
-        elif name.endswith("q_norm.weight") and family == "gemma4_text":  # It has no factor of scores.
+        elif name.endswith("q_norm.weight") and family.startswith("gemma4"):  # It has no factor of scores.
             tensor *= len(tensor) ** -0.5
         elif name.endswith("q_proj.weight"):
             tensor *= 0.35
@@ -229,7 +239,7 @@ def assert_within_rounding(found: list[torch.Tensor], expected: list[torch.Tenso
 
 
 def is_hybrid(family: str) -> bool:
-    return family.startswith("qwen3_5")
+    return families.FAMILIES[family].is_hybrid
 
 
 @pytest.fixture(scope="module")
@@ -264,6 +274,11 @@ def outputs_of_transformers(path) -> list[torch.Tensor]:
     rows.insert(-1, log_probs[-1][chunk_end])
     rows += [x[n + i] for i in steps for x, n in zip(log_probs, lens, strict=True)]
     return [*layers, torch.stack(rows)]
+
+
+def test_every_family_has_a_row():
+    """docs/adding-a-model.md says how to write one."""
+    assert FAMILIES.keys() == families.FAMILIES.keys()
 
 
 @every_family

@@ -191,6 +191,13 @@ OLMO3 = {
     "rope_theta": 5e5,
     "rope_scaling": choose(YARN, None),
 }
+# Only a model with windows has layers without RoPE.
+EXAONE4 = choose(
+    {"layer_types": [*KINDS], "sliding_window": 13, "sliding_window_pattern": "LG"},
+    {"layer_types": [*KINDS[::-1]], "sliding_window": 32, "sliding_window_pattern": 2},
+    {"sliding_window": 7, "sliding_window_pattern": 2},
+    {"layer_types": [KINDS[1]] * 2, "sliding_window": None},
+)
 NO_ROPE = {"num_hidden_layers": choose(2, 3), "no_rope_layers": choose([1, 0, 1], [0, 1, 1])}
 # In transformers 5, and in 4.
 PREFIXES = ("model.language_model.", "lm_head."), ("language_model.model.", "language_model.lm_head.")
@@ -214,6 +221,8 @@ FAMILIES = {
     "phi3": Family("Phi3ForCausalLM", (COMMON, HEADS, {"sliding_window": choose(13, None, 128)}, PHI_ROPES)),
     "olmo2": Family("Olmo2ForCausalLM", (COMMON, ONE_KV_HEAD, BIAS, {"rope_scaling": None})),
     "olmo3": Family("Olmo3ForCausalLM", (COMMON, HEADS, BIAS, OLMO3)),
+    "exaone4": Family("Exaone4ForCausalLM", (COMMON, FREE_HEADS, {"num_hidden_layers": 2}, EXAONE4)),
+    "seed_oss": Family("SeedOssForCausalLM", (COMMON, FREE_HEADS, BIAS, {"attention_out_bias": choose(False, True)})),
     "granite": Family("GraniteForCausalLM", (COMMON, HEADS, BIAS, FACTORS)),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",

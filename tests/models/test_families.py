@@ -309,7 +309,7 @@ def respell(file) -> None:
         rope.setdefault("rope_type", rope.get("type"))
         names = ("rope_theta", "partial_rotary_factor")
         config["rope_parameters"] = rope | {name: config.pop(name) for name in names if name in config}
-        config["dtype"] = config.pop("torch_dtype")
+        config["dtype"] = config.pop("torch_dtype", config.get("dtype"))  # From 4.56 on it has the newer name already.
     file.write_text(json.dumps(config))
 
 

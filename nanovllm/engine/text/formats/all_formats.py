@@ -13,13 +13,16 @@ from nanovllm.engine.text.formats.mistral import Mistral
 from nanovllm.engine.text.formats.plain import Plain
 from nanovllm.engine.text.formats.qwen_xml import QwenXml
 from nanovllm.engine.text.formats.response_schema import ResponseSchema, response_schema
+from nanovllm.engine.text.formats.seed_oss import SeedOss
 from nanovllm.engine.text.formats.think import Think
 from nanovllm.utils.checks import require
 
 logger = logging.getLogger(__name__)
 
 # In the order in which a template is asked: the first that it names is its format.
-_OF_CALLS: tuple[ConversationFormat, ...] = (Harmony(), Gemma4(), Mistral(), QwenXml(), Hermes(), Llama3Json())
+_OF_CALLS: tuple[ConversationFormat, ...] = (
+    *(Harmony(), Gemma4(), Mistral(), SeedOss(), QwenXml(), Hermes(), Llama3Json()),
+)
 _THINK = Think()
 FORMATS: dict[str, ConversationFormat] = {each.name: each for each in (*_OF_CALLS, _THINK, Plain())}
 _SUBJECTS = re.compile(r"think|reasoning|\btools\b")  # of a template whose answers probably have more than content

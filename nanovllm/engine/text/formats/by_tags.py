@@ -3,16 +3,16 @@
 from collections.abc import Iterable
 from typing import Any
 
-from nanovllm.engine.text.formats import gemma4, mistral, think
+from nanovllm.engine.text.formats import gemma4, mistral, seed_oss, think
 from nanovllm.engine.text.formats.format import AnswerReader, ConversationFormat, Event
 from nanovllm.engine.text.formats.harmony import CHANNEL_CALLS, HarmonyReader, begins_harmony
 from nanovllm.engine.text.formats.hermes import JSON_CALLS
 from nanovllm.engine.text.formats.qwen_xml import XML_CALLS
 from nanovllm.engine.text.formats.tag_reader import TagReader
 
-_THINKING = (think.THINKING, mistral.THINKING, gemma4.THINKING)
+_THINKING = (think.THINKING, mistral.THINKING, gemma4.THINKING, seed_oss.THINKING)
 # Llama's calls have no tags: JSON may be an answer.
-_CALLS = (XML_CALLS, JSON_CALLS, mistral.BRACKET_CALLS, gemma4.NAMED_CALL, CHANNEL_CALLS)
+_CALLS = (XML_CALLS, seed_oss.SEED_CALLS, JSON_CALLS, mistral.BRACKET_CALLS, gemma4.NAMED_CALL, CHANNEL_CALLS)
 
 
 class _Reader(AnswerReader):

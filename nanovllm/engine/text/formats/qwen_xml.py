@@ -13,6 +13,7 @@ Values are bare text, in which anything may stand. So a tag ends a value only wh
 
 import re
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from nanovllm.engine.text.formats.argument_types import ArgumentTypes
@@ -22,33 +23,41 @@ from nanovllm.engine.text.formats.tag_reader import CallForm, CallScanner, Scan,
 from nanovllm.engine.text.formats.think import THINKING
 
 _FUNCTION, _END, _PARAMETER, _VALUE_END = "<function=", "</function>", "<parameter=", "</parameter>"
-_HEAD = re.compile(rf"(?:{OPENING}\s*)?{_FUNCTION}([^>\n]+)>\s*(?={_PARAMETER}[^>\n]+>|{_END})")
-# What comes of a head while it is not whole.
-_HEAD_BEGINS = re.compile(rf"(?:{OPENING}\s*)?(?:{_FUNCTION}(?:[^>\n]+(?:>\s*(?:{_PARAMETER}[^>\n]*)?)?)?)?\Z")
 _PARAMETER_BEGINS = re.compile(rf"{_PARAMETER}([^>\n]+)>")
 _LINE_BEGINS_PARAMETER = re.compile(rf"\n{_PARAMETER}[^>\n]+>")
-_NEXT = rf"(?={OPENING}|{_FUNCTION})"
-_END_OF_CALL = rf"{_END}\s*(?:{CLOSING}|{_NEXT})"
-_LAST_VALUE_ENDS = re.compile(rf"{_VALUE_END}\s*(?:{_END_OF_CALL}|{CLOSING})")
-_NOTHING_ENDS = re.compile(_END_OF_CALL)
-# Where another call begins although a value of the one before has no end.
-_CALL_BEGINS = rf"(?:{OPENING}\s*)?{_FUNCTION}[^>\n]+>\s*(?:{_PARAMETER}|{_END})"
-_NEXT_CALL = re.compile(rf"{_END}\s*(?:{CLOSING}\s*)?(?={_CALL_BEGINS})")
+
+
+class _Grammar:
+    """What is found in a call between two tags, its opening and its closing one."""
+
+    def __init__(self, opening: str, closing: str):
+        self.opening, self.closing = opening, closing
+        begins = rf"(?:{opening}\s*)?"
+        self.head = re.compile(rf"{begins}{_FUNCTION}([^>\n]+)>\s*(?={_PARAMETER}[^>\n]+>|{_END})")
+        # What comes of a head while it is not whole.
+        self.head_begins = re.compile(rf"{begins}(?:{_FUNCTION}(?:[^>\n]+(?:>\s*(?:{_PARAMETER}[^>\n]*)?)?)?)?\Z")
+        end_of_call = rf"{_END}\s*(?:{closing}|(?={opening}|{_FUNCTION}))"
+        self.last_value_ends = re.compile(rf"{_VALUE_END}\s*(?:{end_of_call}|{closing})")
+        self.nothing_ends = re.compile(end_of_call)
+        # Where another call begins although a value of the one before has no end.
+        call_begins = rf"{begins}{_FUNCTION}[^>\n]+>\s*(?:{_PARAMETER}|{_END})"
+        self.next_call = re.compile(rf"{_END}\s*(?:{closing}\s*)?(?={call_begins})")
 
 
 class _XmlCall(CallScanner):
-    def __init__(self, types: ArgumentTypes):
-        self._types = types
+    def __init__(self, grammar: _Grammar, types: ArgumentTypes):
+        self._grammar, self._types = grammar, types
         self._name = ""
         self._start = 0  # of the parameters, once the head is known
         self._searched = 0
 
     def scan(self, text: str, is_last: bool) -> Scan | None:
-        no_call = Scan(len(OPENING) if text.startswith(OPENING) else len(_FUNCTION), [])
+        opening = self._grammar.opening
+        no_call = Scan(len(opening) if text.startswith(opening) else len(_FUNCTION), [])
         if not self._start:
-            head = _HEAD.match(text)
+            head = self._grammar.head.match(text)
             if head is None:
-                return None if not is_last and _may_be_head(text) else no_call
+                return None if not is_last and self._may_be_head(text) else no_call
             self._name, self._start = head[1].strip(), head.end()
             self._searched = self._start
             self.awaited = frozenset(">")  # of a tag
@@ -61,19 +70,20 @@ class _XmlCall(CallScanner):
 
     def _find_end(self, text: str, is_last: bool) -> tuple[int, int] | None:
         """Where the parameters of the call end, and the call. None if that is open."""
+        closing = self._grammar.closing
         if text.startswith(_END, self._start):  # It has none.
-            match = _NOTHING_ENDS.match(text, self._start)
+            match = self._grammar.nothing_ends.match(text, self._start)
             if match is not None:
                 return self._start, match.end()
         else:
-            match = _LAST_VALUE_ENDS.search(text, self._searched)
+            match = self._grammar.last_value_ends.search(text, self._searched)
             if match is None:
                 last = text.rfind(_VALUE_END, self._searched)
                 self._searched = last if last >= 0 else max(self._searched, len(text) - len(_VALUE_END) + 1)
         if match is None and not is_last:
             return None
         # A value without an end has swallowed what follows.
-        other = _NEXT_CALL.search(text, self._start, len(text) if match is None else match.start())
+        other = self._grammar.next_call.search(text, self._start, len(text) if match is None else match.start())
         if other is not None:
             return other.start(), other.end()
         if match is not None:
@@ -83,9 +93,21 @@ class _XmlCall(CallScanner):
             return None
         end = inside + len(_END)
         rest = text[end:].lstrip()
-        if rest.startswith(CLOSING):
-            return inside, len(text) - len(rest) + len(CLOSING)
-        return inside, len(text) if CLOSING.startswith(rest) else end
+        if rest.startswith(closing):
+            return inside, len(text) - len(rest) + len(closing)
+        return inside, len(text) if closing.startswith(rest) else end
+
+    def _may_be_head(self, text: str) -> bool:
+        """Whether more text may make a head of it."""
+        if self._grammar.head_begins.match(text):
+            return True
+        opening = self._grammar.opening
+        rest = text.removeprefix(opening).lstrip() if text.startswith(opening) else text
+        name, bracket, after = rest.partition(">")
+        if not bracket:
+            return _FUNCTION.startswith(rest)
+        after = after.lstrip()
+        return name.startswith(_FUNCTION) and (_PARAMETER.startswith(after) or _END.startswith(after))
 
     def _arguments(self, text: str) -> dict[str, Any] | None:
         """The arguments of all parameters; None if they cannot be told apart for sure."""
@@ -101,18 +123,6 @@ class _XmlCall(CallScanner):
             arguments[key] = self._types.value(self._name, key, value)
             at += len(text[at:]) - len(text[at:].lstrip())
         return arguments
-
-
-def _may_be_head(text: str) -> bool:
-    """Whether more text may make a head of it."""
-    if _HEAD_BEGINS.match(text):
-        return True
-    rest = text.removeprefix(OPENING).lstrip() if text.startswith(OPENING) else text
-    name, bracket, after = rest.partition(">")
-    if not bracket:
-        return _FUNCTION.startswith(rest)
-    after = after.lstrip()
-    return name.startswith(_FUNCTION) and (_PARAMETER.startswith(after) or _END.startswith(after))
 
 
 def _value_end(text: str, start: int) -> tuple[int, int]:
@@ -149,4 +159,9 @@ class QwenXml(ConversationFormat):
         return _FUNCTION in template and _PARAMETER in template
 
 
-XML_CALLS = CallForm((OPENING, _FUNCTION), _XmlCall)
+def xml_calls(opening: str, closing: str) -> CallForm:
+    """Calls of this kind between two tags."""
+    return CallForm((opening, _FUNCTION), partial(_XmlCall, _Grammar(opening, closing)))
+
+
+XML_CALLS = xml_calls(OPENING, CLOSING)
