@@ -6,6 +6,7 @@
 - batch-N: N prompts of 22 tokens, all with as many new tokens.
 - chats: 100 prompts of 10 to 400 tokens, with 10 to 200 new tokens each. transformers computes them in batches of 32
   with padding on the left, each until its longest completion is done. The engine decides for itself.
+- mixed: the same with 16 prompts of 10 to 200 tokens, and 8 to 64 new tokens each.
 
 transformers computes each workload twice: by `generate`, and by the continuous batching of `generate_batch`
 ("batching", see continuous_batching.py), which decides for itself too.
@@ -72,7 +73,9 @@ def make_workloads(vocab_size: int, num_new: int) -> dict[str, Workload]:
 
     found = {f"batch-{n}": Workload([prompt(PROMPT_TOKENS) for _ in range(n)], [num_new] * n, n) for n in (1, 8, 32)}
     prompts = [prompt(rng.randint(10, 400)) for _ in range(100)]
-    return found | {"chats": Workload(prompts, [rng.randint(10, 200) for _ in prompts], CHATS_AT_ONCE)}
+    found |= {"chats": Workload(prompts, [rng.randint(10, 200) for _ in prompts], CHATS_AT_ONCE)}
+    prompts = [prompt(rng.randint(10, 200)) for _ in range(16)]
+    return found | {"mixed": Workload(prompts, [rng.randint(8, 64) for _ in prompts], CHATS_AT_ONCE)}
 
 
 @torch.inference_mode()
