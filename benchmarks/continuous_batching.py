@@ -64,19 +64,14 @@ class ContinuousBatching:
 
 @contextmanager
 def continuous_batching(
-    model: Any,
-    prompts: list[list[int]],
-    lengths: list[int],
-    temperature: float = 0.0,
-    memory: float | None = None,
-    share_prefixes: bool = True,
+    model: Any, prompts: list[list[int]], lengths: list[int], temperature: float = 0.0, **options: Any
 ) -> Iterator[ContinuousBatching]:
-    """A manager that is ready for a workload like this one; temperature 0 is greedy. `memory` is the share of the free
-    memory for keys and values, by default the manager's own."""
+    """A manager that is ready for a workload like this one. Temperature 0 is greedy. The options are transformers'
+    ContinuousBatchingConfig's."""
     sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
     settings = GenerationConfig(max_new_tokens=max(lengths), eos_token_id=NO_TOKEN, pad_token_id=0, **sampling)
     hints = WorkloadHints(max(map(len, prompts)), max(lengths), len(prompts))
-    config = ContinuousBatchingConfig(max_memory_percent=memory, allow_block_sharing=share_prefixes)
+    config = ContinuousBatchingConfig(**options)
     with model.continuous_batching_context_manager(
         generation_config=settings, continuous_batching_config=config, workload_hints=hints
     ) as manager:

@@ -112,7 +112,8 @@ def compare(model: Any, llm: LLM, workload: Workload, passes: int) -> tuple[dict
     times: dict[str, list[Seconds]] = {name: [] for name in ENGINES}
     tokens: dict[str, list[list[int]]] = {}
     # A pass must not find the keys of the pass before: so batching shares no prefixes.
-    with continuous_batching(model, prompts, lengths, memory=BATCHING_MEMORY, share_prefixes=False) as batching:
+    options = {"max_memory_percent": BATCHING_MEMORY, "allow_block_sharing": False}
+    with continuous_batching(model, prompts, lengths, **options) as batching:
         runs = {
             "generate": lambda each: run_transformers(model, each),
             "batching": lambda each: batching.complete(each.prompts, each.lengths),
