@@ -1,5 +1,6 @@
 """Published shapes, for `load_format="dummy"`, which reads no file. presets.json names the source of each family."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,6 +26,16 @@ def find_preset(model: str) -> str | None:
     organization, _, name = model.rpartition("/")
     known = _PRESETS.get(name)
     return name if known is not None and organization in ("", known[0]) else None
+
+
+def similar_presets(model: str) -> list[str]:
+    """Those of PRESET_NAMES that a mistyped name or hub id may mean, the most similar first: the only one where it
+    differs in capitals alone. None of another organization's model."""
+    organization, _, name = model.lower().rpartition("/")
+    names = {each.lower(): each for each, (owner, _) in _PRESETS.items() if organization in ("", owner.lower())}
+    if name in names:
+        return [names[name]]
+    return [names[each] for each in difflib.get_close_matches(name, names, n=3, cutoff=0.8)]
 
 
 def preset_config(name: str) -> "PreTrainedConfig":
