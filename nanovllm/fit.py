@@ -256,10 +256,19 @@ def places(memory_gib: Sequence[float] = ()) -> list[Place]:
     if memory_gib:
         return found
     if torch.cuda.is_available():
-        gpu = GpuFacts.of(torch.device("cuda", torch.cuda.current_device()))
-        found.insert(0, Place(gpu.name, gpu.total_memory, capability=gpu.capability))
+        found.insert(0, gpu_place())
+    return [*found, cpu_place()]
+
+
+def gpu_place() -> Place:
+    """This machine's GPU."""
+    gpu = GpuFacts.of(torch.device("cuda", torch.cuda.current_device()))
+    return Place(gpu.name, gpu.total_memory, capability=gpu.capability)
+
+
+def cpu_place() -> Place:
     free = host_memory().available
-    return [*found, Place(f"this CPU ({free / GIB:.1f} GiB free)", free, is_cpu=True)]
+    return Place(f"this CPU ({free / GIB:.1f} GiB free)", free, is_cpu=True)
 
 
 def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> bool:
@@ -287,13 +296,12 @@ def print_fit(model: str, memory_gib: Sequence[float] = (), **options: Any) -> b
     if any(place.is_cpu for place in asked):
         _print_cpu(question)
     too_small = [place for place, fit in fits if not fit.num_sequences]
-    advice: dict[str, list[str]] = {}  # what helps -> the places
+    places_of: dict[str, list[str]] = {}  # what helps -> where
     for place in too_small:
-        helps = " or ".join(_advice(change, fit) for change, fit in question.what_helps(place))
-        advice.setdefault(helps or "none of the options that were tried", []).append(place.name)
-    if advice:
+        places_of.setdefault(advice(question, place), []).append(place.name)
+    if places_of:
         print("\nWhat makes it fit:")
-    for helps, names in advice.items():
+    for helps, names in places_of.items():
         text = f"{', '.join(names)}: {helps}"
         lines = textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="      ", break_on_hyphens=False)
         print(lines.replace("\xa0", " "))
@@ -327,8 +335,13 @@ def _print_cpu(question: Question) -> None:
     print(f"{needed.activations / GIB:.2f} GiB of activations,\nand {cache:g} GiB of KV cache (--kvcache-gib).")
 
 
-def _advice(change: Change, fit: Fit) -> str:
-    """In the words of a command. textwrap breaks its lines at plain spaces alone."""
+def advice(question: Question, place: Place) -> str:
+    """What helps, in the words of a command. Where a line must not be broken it has no plain space."""
+    return " or ".join(map(_in_words, question.what_helps(place))) or "none of the options that were tried"
+
+
+def _in_words(helps: tuple[Change, Fit]) -> str:
+    change, fit = helps
     options = (f"--{name.replace('_', '-')}\xa0{value}" for name, value in change.items())
     count = f"{fit.num_sequences:,}\xa0sequence{'s' * (fit.num_sequences > 1)}"
     return f"{' '.join(options)} ({count})"

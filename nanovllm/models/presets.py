@@ -19,6 +19,12 @@ _PRESETS = {
 }
 
 PRESET_NAMES = tuple(_PRESETS)
+# Name -> the hub id of what talks, which some families publish beside a base model of the same shape
+_CHAT_MODELS = {
+    name: f"{family['organization']}/{family.get('chat', {}).get(name, name)}"
+    for family in _FAMILIES
+    for name in family["sizes"]
+}
 
 
 def find_preset(model: str) -> str | None:
@@ -36,6 +42,16 @@ def similar_presets(model: str) -> list[str]:
     if name in names:
         return [names[name]]
     return [names[each] for each in difflib.get_close_matches(name, names, n=3, cutoff=0.8)]
+
+
+def find_chat_model(model: str) -> tuple[str, str] | None:
+    """The hub id of the model to talk to that a name means, in any capitals and with or without its organization, and
+    the one of PRESET_NAMES that has its shape; None if there is none."""
+    for name, hub_id in _CHAT_MODELS.items():
+        chat_name = hub_id.split("/")[1]
+        if model.lower() in (each.lower() for each in (name, chat_name, hub_id)):
+            return hub_id, name
+    return None
 
 
 def preset_config(name: str) -> "PreTrainedConfig":
