@@ -360,7 +360,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 _FIT = (
     *("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-    *("dtype", "quantization", "kv_cache_dtype", "revision", "state_dtype"),
+    *("dtype", "quantization", "kv_cache_dtype", "kvcache_gib", "revision", "state_dtype"),
     *("speculation", "max_speculative_tokens"),
 )
 
@@ -369,11 +369,12 @@ def _add_fit(commands: Any) -> None:
     parser = commands.add_parser(
         "fit",
         help="say whether a model fits a GPU",
-        description="Say what a model needs of a GPU's memory, and what is left for the KV cache. From its shapes: no "
-        "weights are downloaded or read, and no GPU is needed. Exit status: 0 it fits one, 1 it fits none.",
+        description="Say what a model needs of a GPU's memory, what is left for the KV cache, and which options make "
+        "it fit. From its shapes: no weights are downloaded or read, and no GPU is needed. Exit status: 0 it fits one, "
+        "1 it fits none.",
     )
     parser.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
-    memory_help = "GiB of each GPU (default: this machine's, and common sizes)"
+    memory_help = "GiB of each GPU (default: this machine's GPU and CPU, and common sizes)"
     parser.add_argument("--gpu-memory", dest="memory_gib", type=_gib, nargs="+", metavar="GIB", help=memory_help)
     add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _FIT)
     parser.set_defaults(run=_fit)

@@ -18,7 +18,7 @@ from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
 from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.models.model_size import check_layers
-from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config
+from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config, similar_presets
 from nanovllm.models.quantization_config import checkpoint_quantization
 from nanovllm.models.registry import model_class
 from nanovllm.utils.checks import is_int, quoted, require
@@ -32,6 +32,7 @@ DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
 PLAIN_ARCHITECTURE = "Qwen3ForCausalLM"  # that models/qwen3.py runs
 FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert and multiply e4m3
 CPU_KVCACHE_GIB = 2.0
+_PUBLISHED = f"published shapes are {', '.join(PRESET_NAMES)}"
 
 
 @explains_unknown_options(HINTS["Config"])
@@ -129,12 +130,17 @@ class Config(EngineOptions):
         self.overlap_steps = False
 
     def _download_config(self) -> str:
+        similar = similar_presets(self.model)
+        meant = f"did you mean {' or '.join(similar)}?"
+        # The hub asks for an organization: a mistyped shape needs no search there.
+        if self.load_format == "dummy" and "/" not in self.model and similar:
+            raise FileNotFoundError(f"model={quoted(self.model)}: no such directory, and no published shape: {meant}")
         try:
             return download(self.model, "model", OTHER_FILES, self.revision)
         except FileNotFoundError as error:
             if self.load_format != "dummy":
                 raise
-            raise FileNotFoundError(f"{error}; published shapes are {', '.join(PRESET_NAMES)}") from error
+            raise FileNotFoundError(f"{error}; {meant if similar else _PUBLISHED}") from error
 
     def _resolve_device(self) -> None:
         available = torch.cuda.is_available()

@@ -2,20 +2,25 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.engine.text.chat import Conversation
-from nanovllm.engine.text.formats.answers import AnswerFormat
-from nanovllm.llm import LLM
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.terminal_input import find_command, read_messages, terminal_reader
+
+if TYPE_CHECKING:
+    from nanovllm.engine.text.chat import Conversation
+    from nanovllm.engine.text.formats.answers import AnswerFormat
+    from nanovllm.llm import LLM
 
 _HELP = """\
 /clear   forget the conversation
 /exit    end; so does Ctrl-D
-Ctrl-C stops an answer. What was said of it stays in the conversation."""
+Ctrl-C stops an answer. What was said of it stays in the conversation.
+A pasted text of several lines is one message."""
+_COMMANDS = "/clear", "/exit", "/help", "/quit", "/?"
 _DIM, _PLAIN = "\033[2m", "\033[0m"
 
 
@@ -26,10 +31,13 @@ def chat_in_terminal(
     sampling: dict[str, Any] | None = None,
     **options: Any,
 ) -> None:
-    """Answer the lines of standard input, each with the conversation so far, until it ends or says /exit.
+    """Answer the messages of standard input, each with the conversation so far, until it ends or says /exit.
+
+    Without a terminal each line is a message.
 
     Args:
-        model, options: as LLM takes them. One sequence runs at a time unless options say otherwise.
+        model, options: as LLM takes them. One sequence runs at a time unless options say otherwise. A name that is no
+            folder may mean a model of the hub (`hub_model`): in a terminal it is offered, elsewhere refused.
         system: a system message, which also stands before a conversation that /clear has begun anew.
         chat_template_kwargs: variables of the template.
         sampling: options of SamplingParams, instead of what the model's generation_config.json recommends. An answer
@@ -39,7 +47,20 @@ def chat_in_terminal(
         ValueError, TypeError, OSError: a wrong option, a model without a chat template; as LLM and LLM.chat.
     """
     SamplingParams(**(sampling or {}))  # A wrong option is found before the weights are loaded.
-    with LLM(model, **{"max_num_seqs": 1} | options) as llm:
+    options = {"max_num_seqs": 1} | options
+    _tell(f"Starting {model} ...")  # The imports alone take seconds.
+    if not Path(model).expanduser().exists():
+        from nanovllm.model_offer import hub_model
+
+        ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
+        chosen = hub_model(model, ask, print, **options)
+        if chosen is None:
+            print("Nothing was downloaded.")
+            return
+        model = chosen
+    from nanovllm.llm import LLM
+
+    with LLM(model, **options) as llm:
         params = replace(llm.get_default_sampling_params(), **{"max_tokens": None} | (sampling or {}))
         answers = llm.answer_format()
         start: Conversation = [] if system is None else [{"role": "system", "content": system}]
@@ -47,13 +68,16 @@ def chat_in_terminal(
             llm, [*start, {"role": "user", "content": "a"}], chat_template_kwargs
         )  # Raises if there is no template.
         conversation = list(start)
-        is_terminal = sys.stdin.isatty()
-        if is_terminal:
-            with suppress(ImportError):  # There is none on Windows.
-                import readline  # noqa: F401  (input() then edits lines and remembers them)
+        read_line, is_waiting = terminal_reader()
+        if sys.stdin.isatty():
             print(f"Talking to {model}.\n{_HELP}")
-        for text in _lines(is_terminal):
-            match text.strip():
+        for text in read_messages(read_line, is_waiting, _COMMANDS):
+            try:
+                command = find_command(text, _COMMANDS)
+            except ValueError as error:
+                print(error, file=sys.stderr)
+                continue
+            match command or text.strip():
                 case "":
                     continue
                 case "/exit" | "/quit":
@@ -73,25 +97,19 @@ def chat_in_terminal(
             conversation += [question, {"role": "assistant", **answer}]
 
 
-def _lines(is_terminal: bool) -> Iterator[str]:
-    while True:
-        try:
-            text = input("> " if is_terminal else "")
-        except EOFError:
-            return
-        except KeyboardInterrupt:
-            print("\n/exit ends.")
-            continue
-        yield text
+def _tell(text: str) -> None:
+    """Say something while a person waits. It is no part of what is said."""
+    if sys.stderr is not None and sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
-def _render(llm: LLM, conversation: Conversation, chat_template_kwargs: dict[str, Any] | None) -> list[int]:
+def _render(llm: "LLM", conversation: "Conversation", chat_template_kwargs: dict[str, Any] | None) -> list[int]:
     options = {"add_generation_prompt": True, "continue_final_message": False}
     (token_ids,) = llm.prompt_encoder.encode_chats(conversation, None, chat_template_kwargs, None, **options)
     return token_ids
 
 
-def _answer(llm: LLM, answers: AnswerFormat, token_ids: list[int], params: SamplingParams) -> dict[str, str]:
+def _answer(llm: "LLM", answers: "AnswerFormat", token_ids: list[int], params: SamplingParams) -> dict[str, str]:
     """Print an answer as it comes. Returns its message, as far as it came before Ctrl-C."""
     is_terminal = sys.stdout.isatty()
     dim, plain = (_DIM, _PLAIN) if is_terminal else ("", "")

@@ -13,7 +13,17 @@ PUBLIC_API_ROOMS = ("jobs", "integrations", "openai_format")
 PACKAGE = Path(__file__).parents[1] / "nanovllm"
 # Without these, the tests that need them are skipped.
 OPTIONAL = ["triton", "pyarrow", "pandas", "ray", "datasets", "lm_eval", "trl", "accelerate", "starlette", "uvicorn"]
-OPTIONAL += ["datatrove", "httpx", "openai", "llguidance", "gguf", "nbformat", "nbclient", "matplotlib"]
+OPTIONAL += [
+    "datatrove",
+    "httpx",
+    "openai",
+    "llguidance",
+    "gguf",
+    "nbformat",
+    "nbclient",
+    "matplotlib",
+    "prompt_toolkit",
+]
 
 
 def module_name(file: Path) -> str:

@@ -110,6 +110,12 @@ def model_bytes(config: ModelOptions, model: "LoadedModel") -> ModelBytes:
     return ModelBytes(weights, tables, per_block, per_cell)
 
 
+def packed_head_bytes(config: ModelOptions, model: "LoadedModel") -> int:
+    """What a rank on a CPU holds beside `model_bytes`: of a head that is tied to the embedding, a packed copy
+    (`layers.formats.packed`)."""
+    return model.lm_head.weight.nbytes if config.hf_config.tie_word_embeddings else 0
+
+
 def attention_shapes(config: ModelOptions, tp: TensorParallel, device: torch.device) -> list[AttentionShape]:
     """The shapes that the layers of a rank's attention have in an engine with this `Config`."""
     c = config.hf_config

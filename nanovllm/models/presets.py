@@ -1,5 +1,6 @@
 """Published shapes, for `load_format="dummy"`, which reads no file. presets.json names the source of each family."""
 
+import difflib
 import json
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,12 @@ _PRESETS = {
 }
 
 PRESET_NAMES = tuple(_PRESETS)
+# Name -> the hub id of what talks, which some families publish beside a base model of the same shape
+_CHAT_MODELS = {
+    name: f"{family['organization']}/{family.get('chat', {}).get(name, name)}"
+    for family in _FAMILIES
+    for name in family["sizes"]
+}
 
 
 def find_preset(model: str) -> str | None:
@@ -25,6 +32,26 @@ def find_preset(model: str) -> str | None:
     organization, _, name = model.rpartition("/")
     known = _PRESETS.get(name)
     return name if known is not None and organization in ("", known[0]) else None
+
+
+def similar_presets(model: str) -> list[str]:
+    """Those of PRESET_NAMES that a mistyped name or hub id may mean, the most similar first: the only one where it
+    differs in capitals alone. None of another organization's model."""
+    organization, _, name = model.lower().rpartition("/")
+    names = {each.lower(): each for each, (owner, _) in _PRESETS.items() if organization in ("", owner.lower())}
+    if name in names:
+        return [names[name]]
+    return [names[each] for each in difflib.get_close_matches(name, names, n=3, cutoff=0.8)]
+
+
+def find_chat_model(model: str) -> tuple[str, str] | None:
+    """The hub id of the model to talk to that a name means, in any capitals and with or without its organization, and
+    the one of PRESET_NAMES that has its shape; None if there is none."""
+    for name, hub_id in _CHAT_MODELS.items():
+        chat_name = hub_id.split("/")[1]
+        if model.lower() in (each.lower() for each in (name, chat_name, hub_id)):
+            return hub_id, name
+    return None
 
 
 def preset_config(name: str) -> "PreTrainedConfig":

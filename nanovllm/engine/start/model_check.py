@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.models.loader import check_checkpoint, has_other_head
-from nanovllm.models.model_size import GIB, meta_model, model_bytes
+from nanovllm.models.model_size import GIB, meta_model, model_bytes, packed_head_bytes
 from nanovllm.models.registry import model_class
 from nanovllm.utils.host_memory import host_memory
 
@@ -51,8 +51,7 @@ def _check_memory(config: Config, model: "LoadedModel", rank: int, free: int) ->
     sizes = model_bytes(config, model)
     needed = sizes.weights + sizes.tables
     if config.device == "cpu":
-        if config.hf_config.tie_word_embeddings:
-            needed += model.lm_head.weight.nbytes  # a packed copy, see `formats.packed`
+        needed += packed_head_bytes(config, model)
         memory, needed = host_memory(), needed * config.tensor_parallel_size
         free, where, remedy = memory.available, f"available in {memory.limit}", "a smaller model"
     else:
