@@ -1,6 +1,8 @@
 """`nanovllm bench` from a clone of the repository: `python bench.py --help`."""
 
-from nanovllm.bench.run import main
+import sys
+
+from nanovllm.cli import main
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(["bench", *sys.argv[1:]]))

@@ -8,6 +8,9 @@ if __name__ == "__main__":
     if sys.path[0] == os.getcwd() != os.path.dirname(os.path.dirname(os.path.abspath(__file__))):
         del sys.path[0]
 
-    from nanovllm.cli import main
+    from nanovllm.utils.quick_exit import QuickExit
+
+    with QuickExit():
+        from nanovllm.cli import main
 
     sys.exit(main())

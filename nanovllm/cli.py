@@ -1,49 +1,41 @@
 """The command line: `nanovllm`, also as `python -m nanovllm`."""
 
-import argparse
-import json
-import logging
-import os
-import shlex
-import sys
-from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
-from typing import Any
+from nanovllm.utils.quick_exit import QuickExit
 
-from nanovllm import __version__
-from nanovllm.engine_options import EngineOptions
-from nanovllm.sampling_params import SamplingParams
-from nanovllm.utils.checks import quoted
-from nanovllm.utils.command_options import add_options
-from nanovllm.utils.sigterm import sigterm_as_interrupt
+with QuickExit():
+    import argparse
+    import json
+    import logging
+    import os
+    import shlex
+    import sys
+    from collections.abc import Sequence
+    from contextlib import suppress
+    from pathlib import Path
+    from typing import Any
+
+    from nanovllm import __version__
+    from nanovllm.commands.bench import add_bench
+    from nanovllm.commands.parser import CommandParser, add_model
+    from nanovllm.commands.verbosity import NORMAL, QUIET, add_verbosity, set_up_logging
+    from nanovllm.engine_options import EngineOptions
+    from nanovllm.sampling_params import SamplingParams
+    from nanovllm.utils.checks import quoted
+    from nanovllm.utils.command_options import add_options
+    from nanovllm.utils.sigterm import sigterm_as_interrupt
+
+logger = logging.getLogger(__name__)
 
 _FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED, _NO_READER = 1, 2, 3, 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status. arguments: those of the process by default."""
-    _open_standard_files()
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    parser = argparse.ArgumentParser(prog="nanovllm", description=__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    _add_run_batch(commands, arguments)
-    _add_status(commands)
-    _add_chat(commands)
-    _add_serve(commands)
-    _add_fit(commands)
-    _add_tune(commands)
-    commands.add_parser("bench", help="measure the speed on this machine", add_help=False)
-    if arguments[:1] == ["bench"]:  # Its own parser needs torch, and reads what follows the command.
-        from nanovllm.bench.run import main as run_bench
-
-        run_bench(arguments[1:], prog="nanovllm bench")
-        return 0
-    commands.add_parser("eval", help="run lm-evaluation-harness (needs the extra eval)", add_help=False)
-    if arguments[:1] == ["eval"]:  # What follows is the harness's.
-        return _eval(arguments[1:])
-    options = parser.parse_args(arguments)
+    with QuickExit():
+        _open_standard_files()
+        arguments = sys.argv[1:] if arguments is None else list(arguments)
+        options = _make_parser(arguments).parse_args(arguments)
+        set_up_logging(options.verbosity or getattr(options, "usual_verbosity", NORMAL))
     try:
         status = options.run(options)
         sys.stdout.flush()
@@ -51,13 +43,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # A reader such as `head` has seen enough. Python would flush again and complain.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _NO_READER
-    except (ValueError, OSError, MemoryError) as error:
-        print(f"nanovllm {options.command}: {error}", file=sys.stderr)
-        return _FAILED
     except KeyboardInterrupt:
         outcome = getattr(options, "interrupted", "nothing was written")
-        print(f"nanovllm {options.command}: interrupted, {outcome}", file=sys.stderr)
+        print(f"\nnanovllm {options.command}: interrupted, {outcome}", file=sys.stderr)
         return _INTERRUPTED
+    except (ValueError, TypeError, ImportError, OSError, RuntimeError, MemoryError) as error:
+        logger.info("What the error comes from:", exc_info=error)
+        print(f"nanovllm {options.command}: {error}", file=sys.stderr)
+        return _WRONG_CALL if isinstance(error, _OF_CALLS) else _FAILED
+
+
+# What a wrong option, model or file, and a missing package raise.
+_OF_CALLS = (ValueError, TypeError, ImportError, FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
+
+def _make_parser(arguments: list[str]) -> CommandParser:
+    parser = CommandParser(prog="nanovllm", description="Offline batch inference for language models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_run_batch(commands, arguments)
+    _add_status(commands)
+    _add_chat(commands)
+    _add_serve(commands)
+    _add_fit(commands)
+    _add_tune(commands)
+    add_bench(commands)
+    _add_eval(commands)
+    add_verbosity(parser, default=NORMAL)
+    for each in (parser, *commands.choices.values()):
+        each.add_argument("--version", action="version", version=f"nanovllm {__version__}", help="print the version")
+    for name, command in commands.choices.items():
+        if name != "eval":  # The harness's.
+            add_verbosity(command)
+            add_model(command)
+    return parser
 
 
 def _open_standard_files() -> None:
@@ -95,20 +113,19 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
         'command goes on where it was interrupted. Lines are {"prompt": ...}, {"messages": [...]} or requests of '
         "OpenAI's batch format. Exit status: 0 all lines are answered, 1 the job stopped half-way, 2 a wrong call, 3 "
         "some lines cannot be answered (_errors.jsonl says why), 130 interrupted.",
-        allow_abbrev=False,  # so that --overwrite is known when the call is repeated
     )
     add = parser.add_argument
     several: Any = {"nargs": "+", "action": "extend"}
     add("-i", "--input", **several, required=True, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
     add("-o", "--output", metavar="FOLDER", help="where the answers go, or one file (answers.jsonl)")
-    add("--model", required=True, help="a directory or a hub id")
+    add("model", metavar="MODEL", help="a directory or a hub id")
     add("--format", choices=("jsonl", "parquet"), help="of the answers (default: Parquet for an input of Parquet)")
     add("--prompt-column", metavar="NAME", help="the column of the prompt (default: prompt or messages)")
     add("--id-column", metavar="NAME", help="the column of the id (default: id)")
     add("--template", metavar="TEXT", help="makes the prompt of columns: 'Summarise: {text}'")
     add("--system", metavar="TEXT", help="a system message; prompts become user messages")
     add("--chat-template", type=_file, metavar="FILE", help="a Jinja template instead of the tokenizer's")
-    add("--chat-template-kwargs", type=_json, metavar="JSON", help="variables of the chat template")
+    add("--chat-template-kwargs", type=_json_object, metavar="JSON", help="variables of the chat template")
     help = "columns called as parameters, such as temperature or n, are data"
     add("--no-line-parameters", dest="line_parameters", action="store_false", default=None, help=help)
     help = "what a model thinks is a conversation's reasoning, and not its text"
@@ -133,7 +150,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     sampling.add_argument("--stop-token-ids", **several, type=int, metavar="N", help="tokens that end an answer")
     sampling.add_argument("--bad-words", **several, metavar="TEXT", help="texts that an answer must not have")
     help = "added to logits: '{\"1234\": -100}' (token id, number)"
-    sampling.add_argument("--logit-bias", type=_json, metavar="JSON", help=help)
+    sampling.add_argument("--logit-bias", type=_json_object, metavar="JSON", help=help)
     help = "objects of the JSON schema may have other keys than their properties, as in the standard"
     sampling.add_argument("--additional-properties", action="store_true", default=None, help=help)
     form = sampling.add_mutually_exclusive_group()
@@ -153,6 +170,20 @@ def _json(text: str) -> Any:
         raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON: {error}") from None
 
 
+def _json_object(text: str) -> dict[str, Any]:
+    value = _json(text)
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"{quoted(text)} is no JSON object, such as '{{\"name\": 1}}'")
+    return value
+
+
+def _port(text: str) -> int:
+    with suppress(ValueError):
+        if 0 <= int(text) < 2**16:
+            return int(text)
+    raise argparse.ArgumentTypeError(f"{text!r} is no port: a number in 0..65535; 0 takes a free one")
+
+
 def _file(path: str) -> str:
     try:
         return Path(path).expanduser().read_text("utf-8")
@@ -167,14 +198,14 @@ def _schema(text: str) -> Any:
 
 def _given(options: argparse.Namespace) -> dict[str, Any]:
     """The options that were given, without what the parsers set for themselves."""
-    own = ("command", "run", "parser", "arguments", "sampling_names")
-    return {name: value for name, value in vars(options).items() if value is not None and name not in own}
+    own = ("command", "run", "parser", "arguments", "sampling_names", "verbosity", "interrupted")
+    given = {name: value for name, value in vars(options).items() if value is not None and name not in own}
+    return given | ({"use_tqdm": False} if options.verbosity == QUIET else {})
 
 
 def _run_batch(options: argparse.Namespace) -> int:
     if options.output is None and not options.dry_run:
         options.parser.error("the following arguments are required: -o/--output")
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     # To go on with a job, the command is repeated without these.
     once = {"--overwrite"} | ({"--retry-errors"} if options.retry_errors is True else set())
     given = _given(options)
@@ -244,11 +275,7 @@ def _add_status(commands: Any) -> None:
 def _status(options: argparse.Namespace) -> int:
     from nanovllm.jobs import job_status
 
-    try:
-        status = job_status(options.output)
-    except (ValueError, OSError) as error:
-        print(f"nanovllm status: {error}", file=sys.stderr)
-        return _WRONG_CALL
+    status = job_status(options.output)
     answered, failed, num_prompt_tokens, num_completion_tokens = status.counts
     left = status.num_lines - answered - failed
     state = "running" if status.is_running else "complete" if left == 0 else "interrupted"
@@ -263,15 +290,21 @@ def _status(options: argparse.Namespace) -> int:
 # -- eval --------------------------------------------------------------------------------------------------------------
 
 
-def _eval(arguments: list[str]) -> int:
+def _add_eval(commands: Any) -> None:
+    parser = commands.add_parser(
+        "eval", help="run lm-evaluation-harness (needs the extra eval)", add_help=False, reads_options=False
+    )
+    parser.set_defaults(run=_eval)
+
+
+def _eval(options: argparse.Namespace) -> int:
     try:
         from nanovllm.integrations.lm_eval import main as run_harness
     except ModuleNotFoundError as error:
         if error.name != "lm_eval":
             raise
-        print("nanovllm eval: needs lm-evaluation-harness: pip install 'nanovllm[eval]'", file=sys.stderr)
-        return _WRONG_CALL
-    run_harness(arguments)
+        raise ImportError("needs lm-evaluation-harness: pip install 'nanovllm[eval]'") from error
+    run_harness(options.words)
     return 0
 
 
@@ -288,7 +321,7 @@ def _add_chat(commands: Any) -> None:
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--system", metavar="TEXT", help="a system message")
     kwargs_help = """variables of the chat template, such as '{"enable_thinking": false}'"""
-    parser.add_argument("--chat-template-kwargs", type=_json, metavar="JSON", help=kwargs_help)
+    parser.add_argument("--chat-template-kwargs", type=_json_object, metavar="JSON", help=kwargs_help)
     sampling = parser.add_argument_group("sampling (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes the answers reproducible")
@@ -299,9 +332,9 @@ def _add_chat(commands: Any) -> None:
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from nanovllm.terminal_chat import chat_in_terminal
+    with QuickExit():
+        from nanovllm.terminal_chat import chat_in_terminal
 
-    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     given = _given(options)
     sampling = {name: given.pop(name) for name in options.sampling_names if name in given}
     chat_in_terminal(**given, sampling=sampling)
@@ -320,7 +353,7 @@ def _add_serve(commands: Any) -> None:
     )
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--host", help="the address to listen on (default: 127.0.0.1, this machine alone)")
-    parser.add_argument("--port", type=int, help="0 takes a free one (default: 8000)")
+    parser.add_argument("--port", type=_port, metavar="N", help="0 takes a free one (default: 8000)")
     key_help = "what clients must send (default: the variable NANOVLLM_API_KEY, or no key)"
     parser.add_argument("--api-key", metavar="KEY", help=key_help)
     parser.add_argument("--served-model-name", metavar="NAME", help="what clients call the model (default: MODEL)")
@@ -341,18 +374,11 @@ def _serve(options: argparse.Namespace) -> int:
         with sigterm_as_interrupt():
             from nanovllm.integrations.serving.server import serve
 
-            logging.basicConfig(level=logging.WARNING, format="%(message)s")
-            given = _given(options)
-            given.pop("interrupted")
-            serve(**given)
+            serve(**_given(options))
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
-        print("nanovllm serve: needs starlette and uvicorn: pip install 'nanovllm[serve]'", file=sys.stderr)
-        return _WRONG_CALL
-    except (TypeError, RuntimeError) as error:
-        print(f"nanovllm serve: {error}", file=sys.stderr)
-        return _FAILED
+        raise ImportError("needs starlette and uvicorn: pip install 'nanovllm[serve]'") from error
     return 0
 
 
@@ -388,7 +414,8 @@ def _gib(text: str) -> float:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    from nanovllm.fit import print_fit
+    with QuickExit():
+        from nanovllm.fit import print_fit
 
     return 0 if print_fit(**_given(options)) else _FAILED
 
@@ -419,7 +446,8 @@ def _add_tune(commands: Any) -> None:
 
 
 def _tune(options: argparse.Namespace) -> int:
-    from nanovllm.tuning.tune_model import tune_model
+    with QuickExit():
+        from nanovllm.tuning.tune_model import tune_model
 
     tune_model(
         options.model,

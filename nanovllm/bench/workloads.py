@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from random import Random
 
-from nanovllm.config import Config
+from nanovllm.engine_options import EngineOptions
 
 VOCABULARY = 10000  # prompts are random ids in 0..10000, as far as the model has them
 TEMPERATURE = 0.6
@@ -18,7 +18,7 @@ class Workload:
     output: tuple[int, int]  # fewest and most tokens to generate
     stresses: str  # what it is there to show
     shared: int = 0  # tokens that all prompts of a pass begin with
-    max_num_seqs: int = Config.max_num_seqs  # how many the engine may run at once
+    max_num_seqs: int = EngineOptions.max_num_seqs  # how many the engine may run at once
 
     def draw(self, index: int, vocab_size: int = VOCABULARY + 1) -> tuple[list[list[int]], list[int]]:
         """Prompts and output lengths of pass `index`, for a model of that vocabulary.

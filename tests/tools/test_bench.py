@@ -2,12 +2,13 @@
 
 import importlib
 import json
-import logging
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from nanovllm.cli import main
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,21 +41,20 @@ def test_it_runs_a_model_of_few_token_ids_and_writes_its_figures(plain_run):
 
 @pytest.fixture
 def bench(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-    monkeypatch.setattr(logging, "basicConfig", lambda **options: None)
     return importlib.import_module("nanovllm.bench.run")
 
 
 @pytest.fixture
 def refuse(bench, monkeypatch, capsys):
-    """Run bench.py in this process with arguments that end it: what it says."""
+    """Run the command in this process with arguments that end it: what it says."""
 
     def run(*args) -> str:
-        monkeypatch.setattr(sys, "argv", ["bench.py", "--device", "cpu", *map(str, args)])
-        with pytest.raises(SystemExit) as left:
-            bench.main()
-        assert left.value.code != 0
-        return capsys.readouterr().err if left.value.code == 2 else left.value.code
+        try:
+            status = main(["bench", "--device", "cpu", *map(str, args)])
+        except SystemExit as left:
+            status = left.code
+        assert status == 2
+        return capsys.readouterr().err
 
     return run
 
@@ -116,12 +116,13 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_run(refuse, no_en
     ids=str,
 )
 def test_what_the_engine_refuses_is_one_line(refuse, path, args, message):
-    assert message in refuse("--model", path, "--workload", "laptop", *args)
+    model = () if "--model" in args else (path,)
+    assert message in refuse(*model, "--workload", "laptop", *args)
 
 
 @pytest.fixture
 def asked_options(bench, monkeypatch, path):
-    """Run bench.py in this process up to its engine: the engine's options."""
+    """Run the command in this process up to its engine: the engine's options."""
     asked = []
 
     def remember(*args, **options):
@@ -129,8 +130,7 @@ def asked_options(bench, monkeypatch, path):
         raise ValueError("an engine was made")
 
     def run(*args) -> dict:
-        with pytest.raises(SystemExit):
-            bench.main(["--device", "cpu", "--model", str(path), *args])
+        assert main(["bench", str(path), "--device", "cpu", *args]) == 2
         return asked.pop()
 
     monkeypatch.setattr(bench, "LLM", remember)

@@ -68,18 +68,31 @@ DEMO = str(Path(__file__).parents[2] / "assets" / "demo-model")
 @pytest.mark.parametrize(
     ("command", "status", "message"),
     [
-        ("tune no/such/model", 1, "model='no/such/model'"),
+        ("tune no/such/model", 2, "model='no/such/model'"),
         ("tune Qwen3-8B --output a --package", 2, "not allowed with argument"),
-        ("tune Qwen3-8B --tensor-parallel-size 3", 1, "tensor_parallel_size=3: must divide"),
-        ("tune Qwen3-8B --tensor-parallel-size 0", 1, "tensor_parallel_size=0"),
-        ("tune Qwen3-8B --tokens 1 3", 1, "--tokens 3: must be among 1, 2, 4, 8"),
-        ("fit Qwen3-8B --max-num-seqs 0", 1, "max_num_seqs=0"),
-        ("fit Qwen3-8B --quantization x", 1, "quantization='x'"),
+        ("tune Qwen3-8B --tensor-parallel-size 3", 2, "tensor_parallel_size=3: must divide"),
+        ("tune Qwen3-8B --tensor-parallel-size 0", 2, "tensor_parallel_size=0"),
+        ("tune Qwen3-8B --tokens 1 3", 2, "--tokens 3: must be among 1, 2, 4, 8"),
+        ("fit Qwen3-8B --max-num-seqs 0", 2, "max_num_seqs=0"),
+        ("fit Qwen3-8B --quantization x", 2, "quantization='x'"),
         ("fit Qwen3-8B --dtype int4", 2, "--dtype: invalid choice: 'int4'"),
         *[(f"fit Qwen3-8B --gpu-memory={size}", 2, "no size of a GPU") for size in ("0", "-3", "nan", "much")],
-        (f"chat {DEMO} --temperature -1", 1, "temperature=-1"),
-        (f"chat {DEMO} --top-k -7", 1, "top_k=-7"),
-        (f"chat {DEMO} --quantization int3", 1, "quantization='int3'"),
+        (f"serve {DEMO} --port 99999", 2, "'99999' is no port: a number in 0..65535"),
+        (f"chat {DEMO} --chat-template-kwargs [1]", 2, "'[1]' is no JSON object"),
+        ("chat", 2, "nanovllm chat: missing: MODEL (usage: nanovllm chat MODEL [options])"),
+        ("chat m --maxtokens 5", 2, "unknown option --maxtokens: did you mean --max-tokens?"),
+        ("chat m --max_model_len 5", 2, "unknown option --max_model_len: did you mean --max-model-len?"),
+        ("serve m --trust-remote-code", 2, "--trust-remote-code: no code of a model's repository is run"),
+        ("chat -tp 2 m", 2, "unknown option -tp: use --tensor-parallel-size"),
+        ("serve m --calculate-kv-scales", 2, "use --kv-cache-scales calibrated"),
+        ("fit m --gpu-mem 8", 2, "did you mean --gpu-memory or --gpu-memory-utilization?"),
+        ("chat m --watchdog-timeout 5", 2, "an option of LLM in Python"),
+        ("chat m n", 2, "unexpected argument 'n'"),
+        ("chat --model m n", 2, "unexpected argument 'n'"),
+        ("chat --model m --model=n", 2, "argument --model: is given twice"),
+        (f"chat {DEMO} --temperature -1", 2, "temperature=-1"),
+        (f"chat {DEMO} --top-k -7", 2, "top_k=-7"),
+        (f"chat {DEMO} --quantization int3", 2, "quantization='int3'"),
     ],
 )
 def test_mistakes_are_named(capsys, monkeypatch, command, status, message):
@@ -95,9 +108,80 @@ def test_mistakes_are_named(capsys, monkeypatch, command, status, message):
     assert "Traceback" not in captured.err
 
 
+def test_a_mistake_takes_two_lines_and_something_missing_one(capsys):
+    for command, num_lines in (("run-batch", 1), ("", 1), ("run-batch -i a m --maxtokens 5", 2), ("bench --tp 2", 2)):
+        with pytest.raises(SystemExit):
+            main(command.split())
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == num_lines
+        if num_lines == 2:
+            assert lines[0].startswith(f"usage: nanovllm {command.split()[0]} ")
+
+
+@pytest.mark.parametrize(
+    ("command", "expected"),
+    [
+        ("fit {}", {}),
+        ("fit --model {} -v", {}),
+        ("--quiet fit --model={}", {"use_tqdm": False}),
+        ("fit --max-num-seqs 8 {}", {"max_num_seqs": 8}),
+    ],
+)
+def test_the_model_and_the_verbosity_stand_where_they_are_written(monkeypatch, command, expected):
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # --quiet would set it.
+    asked = []
+    monkeypatch.setattr("nanovllm.fit.print_fit", lambda model, **options: asked.append((model, options)) or True)
+    assert main(command.format(DEMO).split()) == 0
+    assert asked == [(DEMO, expected)]
+
+
+def test_a_model_that_may_be_missing_follows_an_option(monkeypatch):
+    asked = []
+    monkeypatch.setattr("nanovllm.bench.run.run_bench", lambda model, *rest: asked.append(model))
+    for words in (["m", "--passes", "2"], ["--passes", "2", "m"], ["--model", "m"], []):
+        assert main(["bench", *words]) == 0
+    assert asked == ["m", "m", "m", None]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [(ValueError, 2), (TypeError, 2), (FileNotFoundError, 2), (OSError, 1), (RuntimeError, 1), (MemoryError, 1)],
+)
+def test_an_error_is_a_line_in_every_command(capsys, monkeypatch, error, status):
+    def fail(*args, **options):
+        raise error("what is wrong")
+
+    monkeypatch.setattr("nanovllm.bench.run.run_bench", fail)
+    assert main(["bench"]) == status
+    assert capsys.readouterr().err == "nanovllm bench: what is wrong\n"
+
+
+def test_ctrl_c_while_modules_are_imported():
+    program = (
+        "import signal, sys; from nanovllm.utils.quick_exit import QuickExit\n"
+        "with QuickExit():\n"
+        "    try: signal.raise_signal(signal.SIGINT)\n"
+        "    except BaseException: print('swallowed')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "\nnanovllm: interrupted\n")
+    outside = program.splitlines()[0] + "\nwith QuickExit(): pass\nsignal.raise_signal(signal.SIGINT)"
+    done = subprocess.run([sys.executable, "-c", outside], capture_output=True, text=True)
+    assert "KeyboardInterrupt" in done.stderr
+
+
+def test_ctrl_c_in_bench(capsys, monkeypatch):
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("nanovllm.bench.run.run_bench", interrupt)
+    assert main(["bench"]) == 130
+    assert capsys.readouterr().err == "\nnanovllm bench: interrupted, nothing was written\n"
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_says_so(capsys):
-    assert main(["tune", "Qwen3-8B"]) == 1
+    assert main(["tune", "Qwen3-8B"]) == 2
     assert capsys.readouterr().err == (
         "nanovllm tune: needs a CUDA device, and torch finds none; --dry-run lists what would be measured\n"
     )
@@ -169,7 +253,7 @@ def test_a_table_goes_where_it_is_wanted(gpu, tmp_path):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda:1", "the-first"])
 def test_a_gpu_that_is_not_there_is_named(gpu, capsys, device):
-    assert main(["tune", "Qwen3-8B", "--device", device]) == 1
+    assert main(["tune", "Qwen3-8B", "--device", device]) == 2
     assert f"--device {device}: must be cuda or cuda:N, with N less than 1" in capsys.readouterr().err
 
 
@@ -298,9 +382,9 @@ def test_the_exit_status_of_run_batch(answered, capsys):
         assert message in capsys.readouterr().err
     # An abbreviation of --overwrite would not be left out when the command is repeated.
     for wrong, message in (
-        (BATCH[:4], "required: --model"),
-        ([*BATCH, "--no-such-option"], "unrecognized arguments: --no-such-option"),
-        ([*BATCH, "--overw"], "unrecognized arguments: --overw"),
+        (BATCH[:4], "missing: MODEL (usage: nanovllm run-batch MODEL -i FILE"),
+        ([*BATCH, "--no-such-option"], "unknown option --no-such-option: "),
+        ([*BATCH, "--overw"], "unknown option --overw: did you mean --overwrite?"),
         ([*BATCH, "--temperature", "warm"], "invalid float value: 'warm'"),
         ([*BATCH, "--chat-template", "no/file"], "--chat-template: 'no/file' cannot be read: "),
         ([*BATCH, "--json-schema", "no/file"], "--json-schema: 'no/file' cannot be read: "),
