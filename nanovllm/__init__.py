@@ -11,7 +11,15 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.formats.all_formats import find_format
     from nanovllm.engine.text.formats.answers import AnswerFormat, AnswerSplitter, with_channels
     from nanovllm.engine.text.formats.format import ConversationFormat
-    from nanovllm.engine.text.outputs import EngineStats, RequestOutput, Score, StreamDelta
+    from nanovllm.engine.text.outputs import (
+        ChatDelta,
+        EngineStats,
+        ErrorOutput,
+        RequestOutput,
+        SampleOutput,
+        Score,
+        StreamDelta,
+    )
     from nanovllm.engine.text.prompt_encoder import ChatRenderer, PromptEncoder
     from nanovllm.engine.text.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.text.streaming import NO_PROMPT
@@ -25,15 +33,18 @@ __all__ = [
     "NO_PROMPT",
     "AnswerFormat",
     "AnswerSplitter",
+    "ChatDelta",
     "ChatRenderer",
     "Config",
     "Conversation",
     "ConversationFormat",
     "EngineStats",
+    "ErrorOutput",
     "PromptEncoder",
     "ReasoningSplitter",
     "RequestChecker",
     "RequestOutput",
+    "SampleOutput",
     "SamplingParams",
     "Score",
     "StreamDelta",
@@ -85,3 +96,8 @@ def __getattr__(name: str) -> object:
     value = getattr(import_module(_MODULES.get(name, "nanovllm.engine.text.outputs")), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """Those names, also before they are imported, and no others."""
+    return sorted([*__all__, "__version__"])
