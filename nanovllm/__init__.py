@@ -1,4 +1,7 @@
-"""Offline batch inference for language models: `from nanovllm import LLM, SamplingParams`."""
+"""Offline batch inference for language models: `from nanovllm import LLM, SamplingParams`.
+
+The pages of the documentation are in this folder: docs/reference.md has every option, method and result.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -16,6 +16,7 @@ from nanovllm.engine_options import EngineOptions
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.command_options import add_options
+from nanovllm.utils.pages import page
 from nanovllm.utils.sigterm import sigterm_as_interrupt
 
 _FAILED, _WRONG_CALL, _SOME_FAILED, _INTERRUPTED, _NO_READER = 1, 2, 3, 130, 141
@@ -26,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_standard_files()
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     parser = argparse.ArgumentParser(prog="nanovllm", description=__doc__.splitlines()[0])
+    parser.epilog = f"docs/reference.md and the other pages are in {page()}"
     parser.add_argument("--version", action="version", version=f"nanovllm {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run_batch(commands, arguments)
