@@ -21,13 +21,10 @@ def default_model() -> str:
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else default_model()
     with LLM(model) as llm:
-        prompts = [
-            llm.tokenizer.apply_chat_template(
-                [{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True
-            )
-            for question in QUESTIONS
-        ]
-        outputs = llm.generate(prompts, SamplingParams(temperature=0.6, max_tokens=256))
+        # chat() applies the model's template. The text of a template as a prompt of generate() works too, but where a
+        # tokenizer adds a token at the beginning, as Llama's does, such a prompt has it twice.
+        chats = [[{"role": "user", "content": question}] for question in QUESTIONS]
+        outputs = llm.chat(chats, SamplingParams(temperature=0.6, max_tokens=256))
     for question, output in zip(QUESTIONS, outputs, strict=True):
         print(f"\nPrompt: {question!r}\nCompletion: {output['text']!r}")
 

@@ -1,4 +1,7 @@
-"""Offline batch inference for language models: `from nanovllm import LLM, SamplingParams`."""
+"""Offline batch inference for language models: `from nanovllm import LLM, SamplingParams`.
+
+The pages of the documentation are in this folder: docs/reference.md has every option, method and result.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
@@ -11,7 +14,15 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.formats.all_formats import find_format
     from nanovllm.engine.text.formats.answers import AnswerFormat, AnswerSplitter, with_channels
     from nanovllm.engine.text.formats.format import ConversationFormat
-    from nanovllm.engine.text.outputs import EngineStats, RequestOutput, Score, StreamDelta
+    from nanovllm.engine.text.outputs import (
+        ChatDelta,
+        EngineStats,
+        ErrorOutput,
+        RequestOutput,
+        SampleOutput,
+        Score,
+        StreamDelta,
+    )
     from nanovllm.engine.text.prompt_encoder import ChatRenderer, PromptEncoder
     from nanovllm.engine.text.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.text.streaming import NO_PROMPT
@@ -25,15 +36,18 @@ __all__ = [
     "NO_PROMPT",
     "AnswerFormat",
     "AnswerSplitter",
+    "ChatDelta",
     "ChatRenderer",
     "Config",
     "Conversation",
     "ConversationFormat",
     "EngineStats",
+    "ErrorOutput",
     "PromptEncoder",
     "ReasoningSplitter",
     "RequestChecker",
     "RequestOutput",
+    "SampleOutput",
     "SamplingParams",
     "Score",
     "StreamDelta",
@@ -85,3 +99,8 @@ def __getattr__(name: str) -> object:
     value = getattr(import_module(_MODULES.get(name, "nanovllm.engine.text.outputs")), name)
     globals()[name] = value
     return value
+
+
+def __dir__() -> list[str]:
+    """Those names, also before they are imported, and no others."""
+    return sorted([*__all__, "__version__"])

@@ -22,6 +22,7 @@ with QuickExit():
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.utils.checks import quoted
     from nanovllm.utils.command_options import add_options
+    from nanovllm.utils.pages import page
     from nanovllm.utils.sigterm import sigterm_as_interrupt
 
 logger = logging.getLogger(__name__)
@@ -59,6 +60,7 @@ _OF_CALLS = (ValueError, TypeError, ImportError, FileNotFoundError, IsADirectory
 
 def _make_parser(arguments: list[str]) -> CommandParser:
     parser = CommandParser(prog="nanovllm", description="Offline batch inference for language models.")
+    parser.epilog = f"docs/reference.md and the other pages are in {page()}"
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run_batch(commands, arguments)
     _add_status(commands)

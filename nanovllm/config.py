@@ -45,6 +45,7 @@ class Config(EngineOptions):
     directory, or None if there is none. `max_model_len` becomes a number, and `hf_config` the model's.
 
     Attributes that the checks set:
+        hub_id: the model as it is called on the hub; None for a directory or a published shape.
         generation_config: the content of the model's generation_config.json; {} if there is none.
         supported_model_len: tokens of the longest sequence that the model supports.
         device_index: the first GPU; None on a CPU.
@@ -69,8 +70,8 @@ class Config(EngineOptions):
         self._resolve_limits()
         self._resolve_eos()
         self._resolve_tokenizer()
-        if self._hub_id is not None and self.load_format == "auto":
-            download(self._hub_id, "model", WEIGHT_FILES, self.revision)
+        if self.hub_id is not None and self.load_format == "auto":
+            download(self.hub_id, "model", WEIGHT_FILES, self.revision)
 
     @property
     def max_decode_rows(self) -> int:
@@ -92,10 +93,9 @@ class Config(EngineOptions):
         self.eos = eos
         if isinstance(self.device, torch.device):
             self.device = str(self.device)
-        if self.dtype in DTYPES.values():
-            self.dtype = str(self.dtype).removeprefix("torch.")
-        if self.state_dtype in DTYPES.values():
-            self.state_dtype = str(self.state_dtype).removeprefix("torch.")
+        for name in ("dtype", "state_dtype"):
+            if getattr(self, name) in DTYPES.values():
+                setattr(self, name, str(getattr(self, name)).removeprefix("torch."))
         if self.kv_cache_dtype == E4M3:
             self.kv_cache_dtype = "fp8"
 
@@ -103,7 +103,7 @@ class Config(EngineOptions):
         require(name, getattr(self, name), ok, allowed)
 
     def _resolve_model(self) -> None:
-        self.model, self._hub_id = str(self.model), None
+        self.model, self.hub_id = str(self.model), None
         where = "hf_config"
         directory = find_directory(self.model, "model")
         preset = find_preset(self.model) if self.load_format == "dummy" and directory is None else None
@@ -113,8 +113,8 @@ class Config(EngineOptions):
             self.model = str(directory)
         elif self.load_format != "dummy" or self.hf_config is None:
             # Without the weights, which can take hours: first all else is checked.
-            self._hub_id, self.model = self.model, self._download_config()
-        if self._hub_id is None:
+            self.hub_id, self.model = self.model, self._download_config()
+        if self.hub_id is None:
             self._require("revision", self.revision is None, f"None: model={quoted(self.model)} is not downloaded")
         if self.hf_config is None:
             where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
@@ -161,14 +161,15 @@ class Config(EngineOptions):
         self.device, self.device_index = "cuda", first
 
     def _resolve_dtype(self) -> None:
-        if self.dtype == "auto":
-            self.dtype = "float32"
+        name = self.dtype
+        if name == "auto":
+            name = "float32"
             if self.device == "cuda":
                 # By name in the dictionary: transformers 5 warns of a look at the old attribute.
                 own = vars(self.hf_config).get("dtype") or vars(self.hf_config).get("torch_dtype")
                 own = str(own).removeprefix("torch.")
-                self.dtype = own if own in ("bfloat16", "float16") else "bfloat16"
-        self.dtype = DTYPES[self.dtype]
+                name = own if own in ("bfloat16", "float16") else "bfloat16"
+        self.dtype = DTYPES[name]
 
     def _resolve_formats(self) -> None:
         """Find the formats of the weights, the KV cache and the states."""

@@ -8,10 +8,13 @@ import math
 import os
 import re
 from dataclasses import MISSING, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from nanovllm.utils.checks import is_int
-from nanovllm.utils.rules import FLAG, Rule, integer, number, one_of, option, together
+from nanovllm.utils.rules import FLAG, Converted, Rule, integer, number, one_of, option, together
+
+if TYPE_CHECKING:
+    import torch
 
 MAX_MIXED_STEP_ROWS = 1024  # Attention keeps tens of kilobytes of partial sums for one row.
 # A CUDA grid has at most 65,535 programs on its second axis, where attention has one a sequence and a few hundred more.
@@ -24,6 +27,19 @@ MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SPECULATIVE_TOKENS = 15
 _TINY = math.ulp(0.0)  # the smallest number above 0
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
+
+# What type checkers and editors offer. The rules below are made of these names. Quantizations and formats of chats have
+# tables of their own, which take longer to import: a test compares them.
+DType = Literal["auto", "bfloat16", "float16", "float32", "half", "float"]
+KVCacheDType = Literal["auto", "fp8", "fp8_e4m3"]
+KVCacheScales = Literal["auto", "checkpoint", "calibrated", "one"]
+StateDType = Literal["float32", "bfloat16"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+LoadFormat = Literal["auto", "dummy"]
+AttentionBackend = Literal["auto", "flash_attn", "triton", "torch"]
+Speculation = Literal["suffix"]
+Quantization = Literal["fp8", "int4", "mxfp4"]
+ChatFormat = Literal["harmony", "gemma4", "mistral", "qwen_xml", "hermes", "llama3_json", "think", "plain"]
 
 
 def _option(default: Any, help: str, *rules: Rule, is_for_speed: bool = False) -> Any:
@@ -85,7 +101,7 @@ _NUM_BLOCKS = together(
     ),
 )
 _GIB = number(_TINY, MAX_KVCACHE_GIB, f"a number in (0, {MAX_KVCACHE_GIB}], or None to derive it")
-_SCALES = one_of("auto", "checkpoint", "calibrated", "one")
+_SCALES = one_of(*get_args(KVCacheScales))
 _OF_FP8 = together(lambda options: options.kv_cache_dtype != "auto", "'auto' without kv_cache_dtype='fp8'")
 _DEVICE = Rule(
     lambda name: isinstance(name, str) and re.fullmatch("auto|cpu|cuda(:[0-9]+)?", name) is not None,
@@ -95,7 +111,7 @@ _QUANTIZATION = Rule(
     lambda name: name in _quantizations(), lambda name: f"None or one of {', '.join(_quantizations())}"
 )
 _CHAT_FORMAT = Rule(lambda name: name in _chat_formats(), lambda name: f"None or one of {', '.join(_chat_formats())}")
-_DTYPE = one_of("auto", "bfloat16", "float16", "float32", "half", "float")
+_DTYPE = one_of(*get_args(DType))
 _MIXED_ROWS = together(
     lambda options: is_int(options.mixed_step_rows, 0, _most_mixed_rows(options)),
     lambda options: f"None, or in 0..{_most_mixed_rows(options)} (the smaller of 1024 and max_num_batched_tokens)",
@@ -104,7 +120,7 @@ _OF_ONE_RANK = together(
     lambda options: options.mixed_step_rows == 0 or options.tensor_parallel_size == 1,
     lambda options: f"0 or None with tensor_parallel_size={options.tensor_parallel_size}",
 )
-_SPECULATION = one_of("suffix")._replace(allowed="None or one of suffix")
+_SPECULATION = one_of(*get_args(Speculation))._replace(allowed="None or one of suffix")
 _NOT_PLAIN = together(lambda options: not options.plain, "None with plain=True")
 _IF_USED = together(
     lambda options: not options.skip_tokenizer_init, "None with skip_tokenizer_init=True, which loads no tokenizer"
@@ -125,7 +141,7 @@ _REVISION = Rule(lambda name: isinstance(name, str) and name != "", "a name, or 
 
 @dataclass
 class EngineOptions:
-    """Options of one engine, as a caller gives them. What `Config` turns into another type is Any."""
+    """Options of one engine, as a caller gives them. What `Config` turns into another type is Any or Converted."""
 
     model: Any = _option(MISSING, "a directory, a hub id, or with dummy weights a published shape", _MODEL)
     max_num_batched_tokens: int = _speed_option(16384, "tokens of a prefill step", integer(1, MAX_NUM_BATCHED_TOKENS))
@@ -142,27 +158,31 @@ class EngineOptions:
     kvcache_gib: float | None = _speed_option(
         None, "GiB of KV cache; by default what gpu_memory_utilization leaves", _GIB
     )
-    kv_cache_dtype: Any = _option(
+    kv_cache_dtype: Converted["KVCacheDType | torch.dtype", Any] = _option(
         "auto",
         "keys and values in 8 bits: fp8",
-        one_of("auto", "fp8", "fp8_e4m3"),
+        one_of(*get_args(KVCacheDType)),
         _NOT_PLAIN._replace(allowed="'auto' with plain=True"),
     )
-    logprobs_mode: str = _option(
+    logprobs_mode: LogprobsMode = _option(
         "raw_logprobs",
         "logprobs of the model, or of what tokens are drawn from",
-        one_of("raw_logprobs", "processed_logprobs"),
+        one_of(*get_args(LogprobsMode)),
     )
-    state_dtype: Any = _option("float32", "of the states of linear attention", one_of("float32", "bfloat16"))
-    kv_cache_scales: str = _option("auto", "scales of an fp8 KV cache", _SCALES, _OF_FP8)
-    device: str = _speed_option("auto", "auto, cpu, cuda, or cuda:N for the GPU number N", _DEVICE)
-    dtype: Any = _option("auto", "of weights and activations", _DTYPE)
-    quantization: str | None = _option(
+    state_dtype: Converted["StateDType | torch.dtype", Any] = _option(
+        "float32", "of the states of linear attention", one_of(*get_args(StateDType))
+    )
+    kv_cache_scales: KVCacheScales = _option("auto", "scales of an fp8 KV cache", _SCALES, _OF_FP8)
+    device: Converted["str | torch.device", Any] = _speed_option(
+        "auto", "auto, cpu, cuda, or cuda:N for the GPU number N", _DEVICE
+    )
+    dtype: Converted["DType | torch.dtype", Any] = _option("auto", "of weights and activations", _DTYPE)
+    quantization: Quantization | None = _option(
         None, "round the weights while they are loaded: fp8, int4 or mxfp4", _QUANTIZATION, _NOT_PLAIN
     )
-    load_format: str = _option("auto", "dummy: random weights", one_of("auto", "dummy"))
-    attention_backend: str = _speed_option(
-        "auto", "what computes attention", one_of("auto", "flash_attn", "triton", "torch")
+    load_format: LoadFormat = _option("auto", "dummy: random weights", one_of(*get_args(LoadFormat)))
+    attention_backend: AttentionBackend = _speed_option(
+        "auto", "what computes attention", one_of(*get_args(AttentionBackend))
     )
     enable_prefix_caching: bool = _speed_option(True, "share the KV cache blocks of equal beginnings", FLAG)
     mixed_step_rows: int | None = _speed_option(
@@ -176,7 +196,7 @@ class EngineOptions:
     plain: bool = _speed_option(
         False, "run the plain Qwen3 and the simple loop, to compare with: models/qwen3.py", FLAG
     )
-    speculation: str | None = _speed_option(
+    speculation: Speculation | None = _speed_option(
         None, "try several tokens a step where text repeats itself", _SPECULATION, _NOT_PLAIN
     )
     max_speculative_tokens: int = _speed_option(
@@ -188,7 +208,7 @@ class EngineOptions:
     tokenizer: Any = _option(
         None, "a directory or hub id of another tokenizer than the model's", Rule(_is_name, "a name, or None"), _IF_USED
     )
-    chat_format: str | None = _option(
+    chat_format: ChatFormat | None = _option(
         None, "how the model marks what it thinks and calls: harmony, hermes, ...; by default found", _CHAT_FORMAT
     )
     revision: str | None = _option(None, "branch, tag or commit of the hub id", _REVISION)

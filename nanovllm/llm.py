@@ -1,32 +1,26 @@
-"""LLM: the class that users import; chat, stream, generate_iter and score; weights that change, and sleep."""
+"""LLM: the class that users import; chat, streams, generate_iter and score; weights that change, and sleep."""
 
 import math
 import os
 import time
 from array import array
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
-from typing import Any, cast
+from typing import Any, Literal, cast, overload
 
 import torch
 
 from nanovllm.engine.engine_lock import User
-from nanovllm.engine.llm_engine import BY_HAND, LLMEngine
+from nanovllm.engine.llm_engine import BY_HAND, LLMEngine, OnError
 from nanovllm.engine.prefix_cache import reset_prefix_cache
-from nanovllm.engine.text.chat import (
-    Conversation,
-    Tool,
-    as_conversations,
-    as_tools,
-    misplaced_chat_option,
-)
+from nanovllm.engine.text.chat import Conversation, Tool, as_conversations, misplaced_chat_option
+from nanovllm.engine.text.chat_answers import ChatAnswers, chat_deltas
 from nanovllm.engine.text.formats.all_formats import find_format
-from nanovllm.engine.text.formats.answers import AnswerFormat, add_parts
-from nanovllm.engine.text.outputs import RequestOutput, Score, StreamDelta, as_result
+from nanovllm.engine.text.formats.answers import AnswerFormat
+from nanovllm.engine.text.outputs import ChatDelta, ErrorOutput, RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
 from nanovllm.engine.text.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
-from nanovllm.engine.text.reasoning import goes_on_reasoning
 from nanovllm.engine.text.streaming import PromptFeed, new_deltas
 from nanovllm.models.loader import TensorFacts, checked_tensors
 from nanovllm.sampling_params import SamplingParams, misplaced_option
@@ -47,6 +41,15 @@ class LLM(LLMEngine):
     One call works at a time: while a stream or an iterator is half read, all other calls raise RuntimeError. Closing or
     dropping it drops its requests.
     """
+
+    def __repr__(self) -> str:
+        config = vars(self).get("config")
+        if config is None:  # A debugger asks while the options are checked.
+            return super().__repr__()
+        device = config.device if config.device_index is None else f"cuda:{config.device_index}"
+        dtype = str(config.dtype).removeprefix("torch.")
+        name = config.hub_id or config.model
+        return f"LLM({name!r}, device={device!r}, dtype={dtype!r})"
 
     @explains_unknown_options(HINTS["chat"], misplaced_chat_option)
     def chat(
@@ -89,8 +92,88 @@ class LLM(LLMEngine):
         """
         with self._lock.turn(User("chat()")):
             pass  # Raises at once if generate would.
+        prompts, answers = self._read_chats(
+            "chat()",
+            messages,
+            chat_template,
+            chat_template_kwargs,
+            add_generation_prompt,
+            continue_final_message,
+            tools,
+            split_reasoning,
+            split_tool_calls,
+        )
+        if answers is None:
+            return self.generate(prompts, sampling_params, use_tqdm)
+        outputs = self.generate(prompts, answers.params(sampling_params), use_tqdm)
+        answers.add_parts(outputs)
+        return outputs
+
+    @explains_unknown_options(HINTS["chat"], misplaced_chat_option)
+    def stream_chat(
+        self,
+        messages: Conversation | list[Conversation],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        chat_template: str | os.PathLike[str] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[Tool] | None = None,
+        split_reasoning: bool = False,
+        split_tool_calls: bool = False,
+    ) -> Iterator[ChatDelta]:
+        """Answer conversations, and yield what each step adds to each answer: the tokenizer's chat template, then
+        `stream`.
+
+            for delta in llm.stream_chat([{"role": "user", "content": "Who are you?"}]):
+                print(delta["content"], end="", flush=True)
+
+        Args:
+            messages, sampling_params, chat_template, chat_template_kwargs, add_generation_prompt,
+                continue_final_message, tools: as in chat.
+            split_reasoning: what the model thinks is in `reasoning`, and not in `content`.
+            split_tool_calls: what the model calls is in `tool_calls`, and not in `content`. A call comes whole, with
+                the step that completes it.
+
+        Returns:
+            An iterator of ChatDelta. The contents of all deltas together are the content that chat gives, and so are
+            the other parts. It is checked, computed and left as a stream.
+
+        Raises:
+            ValueError, TypeError, RuntimeError: as chat.
+        """
+        with self._lock.turn(user := User("stream_chat()")):
+            prompts, answers = self._read_chats(
+                user.name,
+                messages,
+                chat_template,
+                chat_template_kwargs,
+                add_generation_prompt,
+                continue_final_message,
+                tools,
+                split_reasoning,
+                split_tool_calls,
+            )
+            params = params_per_prompt(
+                sampling_params if answers is None else answers.params(sampling_params), len(prompts)
+            )
+            return chat_deltas(self._stream(user, self._sequences.make_all(prompts, params, streams=True)), answers)
+
+    def _read_chats(
+        self,
+        method: str,
+        messages: Conversation | list[Conversation],
+        chat_template: str | os.PathLike[str] | None,
+        chat_template_kwargs: dict[str, Any] | None,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        tools: list[Tool] | None,
+        split_reasoning: bool,
+        split_tool_calls: bool,
+    ) -> tuple[list[list[int]], ChatAnswers | None]:
+        """The prompts of conversations, and what splits their answers; None if nothing does."""
         if self.tokenizer is None:
-            raise ValueError("chat() needs the model's tokenizer, but skip_tokenizer_init is set")
+            raise ValueError(f"{method} needs the model's tokenizer, but skip_tokenizer_init is set")
         for name, value in (("split_reasoning", split_reasoning), ("split_tool_calls", split_tool_calls)):
             if not isinstance(value, bool):
                 raise TypeError(f"{name}={quoted(value)}: must be True or False")
@@ -108,16 +191,11 @@ class LLM(LLMEngine):
             add_generation_prompt=add_generation_prompt,
             continue_final_message=continue_final_message,
         )
-        answers = self.answer_format(chat_template) if split_reasoning or split_tool_calls else None
-        if answers is None:
-            return self.generate(prompts, sampling_params, use_tqdm)
-        outputs = self.generate(prompts, answers.with_tags(sampling_params), use_tqdm)
-        schemas = (as_tools(tools) or ()) if split_tool_calls else None
-        for conversation, prompt, output in zip(conversations, prompts, outputs, strict=True):
-            is_continued = continue_final_message and goes_on_reasoning(conversation[-1], answers.format)
-            is_open = is_continued or answers.opens_reasoning(prompt)
-            add_parts(output, answers, is_open, split_reasoning, schemas)
-        return outputs
+        if not split_reasoning and not split_tool_calls:
+            return prompts, None
+        answers = self.answer_format(chat_template)
+        parts = split_reasoning, tools, split_tool_calls
+        return prompts, ChatAnswers(answers, conversations, prompts, continue_final_message, *parts)
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def stream(
@@ -147,7 +225,7 @@ class LLM(LLMEngine):
             params = params_per_prompt(sampling_params, len(prompts))
             return self._stream(user, self._sequences.make_all(prompts, params, streams=True))
 
-    def _stream(self, user: User, requests: list[Any]) -> Iterator[StreamDelta]:
+    def _stream(self, user: User, requests: list[Any]) -> Generator[StreamDelta, None, None]:
         try:
             with old_objects_set_aside():
                 self._queue(user, requests)
@@ -160,14 +238,33 @@ class LLM(LLMEngine):
         finally:
             self._lock.drop(user)
 
+    @overload
+    def generate_iter(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        ordered: bool = False,
+        on_error: Literal["raise"] = "raise",
+    ) -> Iterator[tuple[int, RequestOutput]]: ...
+
+    @overload
+    def generate_iter(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+        ordered: bool = False,
+        *,
+        on_error: OnError,
+    ) -> Iterator[tuple[int, RequestOutput | ErrorOutput]]: ...
+
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def generate_iter(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
         ordered: bool = False,
-        on_error: str = "raise",
-    ) -> Iterator[tuple[int, RequestOutput]]:
+        on_error: OnError = "raise",
+    ) -> Iterator[tuple[int, RequestOutput | ErrorOutput]]:
         """Complete any number of prompts, such as a generator over a million, in bounded memory.
 
         Prompts are taken and checked a few at a time, just enough to keep the device busy, and results are not kept.
@@ -179,11 +276,11 @@ class LLM(LLMEngine):
             sampling_params: one for all, or an iterable with one each (and any for a NO_PROMPT).
             ordered: yield results in the order of the prompts, instead of as they finish. Up to 8 times max_num_seqs
                 results may wait for a slow one.
-            on_error: "raise" ends the iterator at the first prompt that cannot be served; "return" yields an error
-                result for it, as in generate.
+            on_error: "raise" ends the iterator at the first prompt that cannot be served; "return" yields an
+                ErrorOutput for it, as in generate.
 
         Returns:
-            An iterator of (index of the prompt, RequestOutput).
+            An iterator of (index of the prompt, RequestOutput or ErrorOutput).
 
         Raises:
             ValueError, TypeError: a wrong argument, at once; a wrong prompt, when it is taken, naming its index.
@@ -195,7 +292,9 @@ class LLM(LLMEngine):
             max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
             return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
 
-    def _generate_iter(self, user: User, feed: PromptFeed, on_error: str) -> Iterator[tuple[int, RequestOutput]]:
+    def _generate_iter(
+        self, user: User, feed: PromptFeed, on_error: OnError
+    ) -> Iterator[tuple[int, RequestOutput | ErrorOutput]]:
         try:
             with self._lock.turn(user):
                 pass  # Raises before any prompt is taken.
@@ -212,7 +311,7 @@ class LLM(LLMEngine):
         finally:
             self._lock.drop(user)
 
-    def _refill(self, user: User, feed: PromptFeed, on_error: str) -> bool:
+    def _refill(self, user: User, feed: PromptFeed, on_error: OnError) -> bool:
         """Queue prompts until twice max_num_seqs sequences are under way. Returns whether there were any. A few prompts
         at a time: enough for a prefill, but too few to delay a step by tokenizing them."""
         scheduler, max_num_seqs = self.scheduler, self.config.max_num_seqs

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from nanovllm import LLM, EngineStats, RequestOutput, SamplingParams, StreamDelta, StructuredOutputsParams
+from nanovllm import (
+    LLM,
+    ChatDelta,
+    EngineStats,
+    ErrorOutput,
+    RequestOutput,
+    SamplingParams,
+    StreamDelta,
+    StructuredOutputsParams,
+)
 from nanovllm.config import Config
 
 PAGE = (Path(__file__).parents[1] / "docs" / "reference.md").read_text()
@@ -62,6 +71,12 @@ def test_help_of_llm_has_the_options():
 )
 def test_result_keys(after, cls):
     assert sorted(name for key, _ in rows(after) for name in names(key)) == sorted(cls.__annotations__)
+
+
+def test_keys_that_other_results_have():
+    added = ChatDelta.__annotations__.keys() - StreamDelta.__annotations__.keys()
+    assert sorted(name for key, _ in rows("`ChatDelta`, from") for name in names(key)) == sorted(added)
+    assert ErrorOutput.__annotations__.keys() == RequestOutput.__required_keys__ | {"error"}
 
 
 def test_methods_and_their_parameters():

@@ -5,7 +5,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn, overload
 
 from typing_extensions import Self
 
@@ -20,7 +20,7 @@ from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.start.schedulers import make_scheduler
 from nanovllm.engine.step import Step
 from nanovllm.engine.text.formats.all_formats import end_tokens
-from nanovllm.engine.text.outputs import EngineStats, RequestOutput, engine_stats
+from nanovllm.engine.text.outputs import EngineStats, ErrorOutput, RequestOutput, engine_stats
 from nanovllm.engine.text.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.text.results import Results
 from nanovllm.engine.text.sequence_maker import SequenceMaker
@@ -33,6 +33,7 @@ from nanovllm.utils.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 
+OnError = Literal["raise", "return"]
 BY_HAND = User("add_request() or step()", keeps_requests=True)
 
 
@@ -105,15 +106,36 @@ class LLMEngine:
 
     # -- whole batches -----------------------------------------------------------------------------------------------
 
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool | Callable = True,
+        on_error: Literal["raise"] = "raise",
+        on_step: Callable[[EngineStats], object] | None = None,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool | Callable = True,
+        *,
+        on_error: OnError,
+        on_step: Callable[[EngineStats], object] | None = None,
+    ) -> list[RequestOutput | ErrorOutput]: ...
+
     @explains_unknown_options(HINTS["generate"], misplaced_option)
     def generate(
         self,
         prompts: Prompt | Iterable[Prompt],
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool | Callable = True,
-        on_error: str = "raise",
+        on_error: OnError = "raise",
         on_step: Callable[[EngineStats], object] | None = None,
-    ) -> list[RequestOutput]:
+    ) -> list[RequestOutput] | list[RequestOutput | ErrorOutput]:
         """Complete every prompt. Prompts with a larger max_tokens may begin first.
 
         Args:
@@ -124,12 +146,12 @@ class LLMEngine:
             use_tqdm: show a progress bar in a terminal or a notebook; or a function that makes the bar, such as
                 functools.partial(tqdm, leave=False).
             on_error: "raise" refuses all prompts before any work if one cannot be served; "return" serves the others,
-                and returns a result with finish_reason "error" for that one.
+                and returns an ErrorOutput for that one.
             on_step: called with stats() after every step; may call abort_request.
 
         Returns:
-            One RequestOutput for each prompt, in order. With either on_error, finish_reason is "error" if the model's
-            logits are NaN or infinite, or no token is left to sample.
+            One RequestOutput for each prompt, in order, or an ErrorOutput. With either on_error, finish_reason is
+            "error" if the model's logits are NaN or infinite, or no token is left to sample.
 
         Raises:
             ValueError, TypeError: a wrong argument, before any work. The message names the argument and the prompt's
@@ -246,7 +268,7 @@ class LLMEngine:
     def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, streams: bool = False) -> int:
         """Queue one prompt, in any form that generate accepts, for `step` or `step_deltas`. Returns its request id.
 
-        streams: whether step_deltas gives its text.
+        streams: whether step_deltas gives its text as it comes, and not whole with the last delta.
 
         Raises ValueError or TypeError as generate does, and RuntimeError after exit() or while a generate(), stream()
         or generate_iter() is under way.

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.utils.checks import quoted
+from nanovllm.utils.pages import page
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -47,7 +48,7 @@ def find_architecture(architectures: list[str] | None, model_type: str | None, w
             return name
     raise ValueError(
         f"{where}: architectures={architectures or None} (model_type {quoted(model_type)}): "
-        f"supported are {', '.join(ARCHITECTURES)}; docs/adding-a-model.md says how to add one"
+        f"supported are {', '.join(ARCHITECTURES)}; {page('adding-a-model.md')} says how to add one"
     )
 
 

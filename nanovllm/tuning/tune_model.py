@@ -156,8 +156,8 @@ def meta_layers(model: str, num_gpus: int = 1, quantization: str | None = None) 
     """The first DecoderLayer of each kind that a model has on one GPU of num_gpus, without memory. Raises ValueError if
     there is no such model, or if it cannot be split."""
     options: dict[str, Any] = {"load_format": "dummy", "device": "cpu", "skip_tokenizer_init": True}
-    # float16 takes the same time as bfloat16.
-    config = Config(model, dtype="bfloat16", quantization=quantization, tensor_parallel_size=num_gpus, **options)
+    options |= {"quantization": quantization, "tensor_parallel_size": num_gpus}
+    config = Config(model, dtype="bfloat16", **options)  # float16 takes the same time.
     decoder = make_meta_model(config.hf_config, config.dtype, config.weight_format, TensorParallel(size=num_gpus))
     layers: Any = decoder.model.layers
     return [layers[i] for i in one_of_each_kind(layers)]

@@ -3,9 +3,23 @@
 from collections.abc import Callable
 from dataclasses import field, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from nanovllm.utils.checks import half_pair, is_int, is_number, quoted, require
+
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
+
+
+class Converted(Generic[Given, Kept]):
+    """The type of a field that callers give as one type, and that the checks turn into another. Type checkers read the
+    two methods; at run time the field is a plain attribute."""
+
+    if TYPE_CHECKING:
+
+        def __get__(self, options: object, owner: type) -> Kept: ...
+
+        def __set__(self, options: object, value: Given) -> None: ...
 
 
 class Rule(NamedTuple):

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 import pytest
@@ -24,7 +24,10 @@ from configs import dummy
 
 from nanovllm import SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
+from nanovllm.engine.text.formats.all_formats import FORMATS
+from nanovllm.engine_options import EngineOptions
 from nanovllm.jobs.lines import LineFormat
+from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.models.presets import preset_config
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.option_hints import HINTS
@@ -329,6 +332,22 @@ def test_every_option_has_rules_and_a_row():
         assert set(declared(cls)) == set(specs)
         if cls is not LineFormat:  # Some options of lines are checked by what reads them.
             assert set(specs) == {field.name for field in dataclasses.fields(cls)}
+
+
+def names_in(kind: Any) -> list[str]:
+    """All that a type's Literals have."""
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    return [name for each in get_args(kind) for name in names_in(each)]
+
+
+def test_types_have_the_names_that_are_accepted():
+    kinds = get_type_hints(EngineOptions, localns={"torch": torch})
+    choices = {name: rule.choices for name, _, rule in rules_of(Config) if rule.choices}
+    choices |= {"quantization": QUANTIZATIONS, "chat_format": FORMATS}
+    assert {name: names_in(kind) for name, kind in kinds.items() if names_in(kind)} == {
+        name: list(names) for name, names in choices.items()
+    }
 
 
 @pytest.mark.parametrize(("cls", "name"), OPTIONS)

@@ -1,7 +1,7 @@
 """What callers get: results, deltas of a stream, counters of the engine. docs/reference.md describes them."""
 
 from collections.abc import Mapping
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, Literal, NoReturn, TypeVar, cast
 
 from typing_extensions import NotRequired, TypedDict
 
@@ -17,18 +17,21 @@ class RequestMetrics(TypedDict):
     tokens_per_second: float  # completion tokens, since it left the queue
 
 
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
 class SampleOutput(TypedDict):
     """One completion of a prompt."""
 
-    text: str | None  # up to a stop string; None with skip_tokenizer_init, and for a request that was not served
+    text: str  # up to a stop string; "" with skip_tokenizer_init
     token_ids: list[int]  # all generated tokens, including the end-of-sequence token and those of a stop string
-    finish_reason: str  # "stop", "length", "abort" or "error"
+    finish_reason: FinishReason
     stop_reason: str | int | None  # the stop string, or the token of stop_token_ids, that ended it
     logprobs: list[dict[int, float]] | None  # of each token {token id: log-probability}, the sampled token first
     metrics: RequestMetrics
-    error: NotRequired[str]  # only with finish_reason "error": what went wrong
+    error: NotRequired[str]  # only with finish_reason "error": what went wrong after the completion had begun
     reasoning: NotRequired[str | None]  # only of chat(split_reasoning=True): what is between <think> and </think>
-    content: NotRequired[str | None]  # and the text after it
+    content: NotRequired[str]  # and the text after it
     tool_calls: NotRequired[list[dict[str, Any]]]  # only of chat(split_tool_calls=True): the content is without them
 
 
@@ -41,18 +44,42 @@ class RequestOutput(SampleOutput):
     samples: NotRequired[list[SampleOutput]]  # only with n > 1: all completions, including the first one
 
 
+class ErrorOutput(TypedDict):
+    """The result of a prompt that was not served, with on_error="return": a RequestOutput's keys, all empty, and the
+    error. It has no text, so that nobody takes an empty one for an answer."""
+
+    text: None
+    token_ids: list[int]
+    finish_reason: Literal["error"]
+    stop_reason: None
+    logprobs: None
+    metrics: RequestMetrics
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    prompt_logprobs: None
+    error: str  # what is wrong with the prompt or its parameters
+
+
 class StreamDelta(TypedDict):
     """What one step added to one completion."""
 
     index: int  # of the prompt
     sample: int  # index of the completion, 0 unless n > 1
     request_id: int  # for abort_request
-    text: str | None  # whole characters, which no later delta takes back; "" if the tokens complete none
+    text: str  # whole characters, which no later delta takes back; "" if the tokens complete none
     token_ids: list[int]  # of the new tokens, like logprobs
     logprobs: list[dict[int, float]] | None
-    finish_reason: str | None  # on a completion's last delta, like stop_reason and error
+    finish_reason: FinishReason | None  # on a completion's last delta, like stop_reason and error
     stop_reason: str | int | None
     error: NotRequired[str]
+
+
+class ChatDelta(StreamDelta):
+    """What one step added to one answer of a conversation, and to its parts."""
+
+    reasoning: str  # what the model thinks, with split_reasoning
+    content: str  # the rest of the text, without calls with split_tool_calls
+    tool_calls: list[dict[str, Any]]  # with split_tool_calls: those that this step completed, as a message has them
 
 
 class Score(TypedDict):

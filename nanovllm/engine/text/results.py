@@ -6,7 +6,15 @@ from operator import attrgetter
 from typing import cast
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.text.outputs import RequestMetrics, RequestOutput, Result, SampleOutput, as_result
+from nanovllm.engine.text.outputs import (
+    ErrorOutput,
+    FinishReason,
+    RequestMetrics,
+    RequestOutput,
+    Result,
+    SampleOutput,
+    as_result,
+)
 
 
 class Results:
@@ -18,7 +26,9 @@ class Results:
     def __init__(self, requests: Iterable[object] = ()) -> None:
         """requests: sequences, or the exception that refuses the request, whose result is ready then."""
         self._samples: dict[int, list[Sequence]] = defaultdict(list)  # finished, of requests that are not
-        self.ready = {i: error_output(each) for i, each in enumerate(requests) if isinstance(each, Exception)}
+        self.ready: dict[int, RequestOutput | ErrorOutput] = {
+            i: error_output(each) for i, each in enumerate(requests) if isinstance(each, Exception)
+        }
 
     def record(self, finished: list[Sequence]) -> None:
         """Sequences that are complete, with their texts."""
@@ -42,9 +52,9 @@ def request_output(samples: list[Sequence]) -> RequestOutput:
     return output
 
 
-def error_output(error: Exception) -> RequestOutput:
+def error_output(error: Exception) -> ErrorOutput:
     """The result of a request that was not served."""
-    output = RequestOutput(
+    output = ErrorOutput(
         text=None,
         token_ids=[],
         finish_reason="error",
@@ -74,9 +84,9 @@ def _sample_output(seq: Sequence) -> SampleOutput:
     scheduled = end if completion.scheduled_time is None else completion.scheduled_time
     num_tokens = seq.num_tokens - seq.num_prompt_tokens
     output = SampleOutput(
-        text=completion.text,
+        text=completion.text or "",
         token_ids=seq.completion_token_ids,
-        finish_reason=cast(str, completion.finish_reason),
+        finish_reason=cast(FinishReason, completion.finish_reason),
         stop_reason=completion.stop_reason,
         logprobs=None if completion.logprobs is None else completion_logprobs(seq),
         metrics=RequestMetrics(

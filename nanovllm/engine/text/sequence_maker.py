@@ -52,7 +52,7 @@ class SequenceMaker:
 
     def make_all(
         self,
-        prompts: list[Prompt],
+        prompts: Iterable[Prompt],
         params: Iterable[SamplingParams],
         on_error: str = "raise",
         start: int = 0,

@@ -2,10 +2,10 @@
 
 from collections.abc import Iterator
 from itertools import islice, takewhile
-from typing import Any
+from typing import Any, cast
 
 from nanovllm.engine.sequence import Sequence
-from nanovllm.engine.text.outputs import RequestOutput, StreamDelta, as_result
+from nanovllm.engine.text.outputs import ErrorOutput, FinishReason, RequestOutput, StreamDelta, as_result
 from nanovllm.engine.text.prompts import Prompt
 from nanovllm.engine.text.results import Results, completion_logprobs, error_output
 from nanovllm.sampling_params import SamplingParams
@@ -29,15 +29,23 @@ def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[Strea
             index=seq.request.prompt_index,
             sample=completion.sample,
             request_id=seq.request.request_id,
-            text=None if completion.text_stream is None else completion.text_stream.take(),
+            text=_new_text(seq, is_last),
             token_ids=seq.token_ids[first + start : first + end].tolist(),
             logprobs=completion_logprobs(seq, start, end),
-            finish_reason=completion.finish_reason if is_last else None,
+            finish_reason=cast(FinishReason, completion.finish_reason) if is_last else None,
             stop_reason=completion.stop_reason if is_last else None,
         )
         if is_last and completion.error is not None:
             delta["error"] = completion.error
         yield as_result(delta)
+
+
+def _new_text(seq: Sequence, is_last: bool) -> str:
+    """A request by hand without `streams` has its whole text in the last delta."""
+    completion = seq.completion
+    if completion.text_stream is not None:
+        return completion.text_stream.take()
+    return (completion.text if is_last else None) or ""
 
 
 class PromptFeed(Results):
@@ -64,7 +72,7 @@ class PromptFeed(Results):
         """Make the result of a request that cannot be served."""
         self.ready[index] = error_output(error)
 
-    def results(self) -> Iterator[tuple[int, RequestOutput]]:
+    def results(self) -> Iterator[tuple[int, RequestOutput | ErrorOutput]]:
         """Those that may be returned now."""
         while self.ready:
             index = next(iter(self.ready)) if self._max_ahead is None else self._num_given
