@@ -9,7 +9,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm import LLM, AnswerFormat, Config, PromptEncoder, check_options, find_format, find_tokenizer
+from nanovllm import (
+    LLM,
+    AnswerFormat,
+    Config,
+    PromptEncoder,
+    RequestChecker,
+    check_options,
+    find_format,
+    find_tokenizer,
+)
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadPlan
@@ -100,6 +109,19 @@ class Arguments:
             Config(
                 model, **{"tokenizer": self.tokenizer} | self.engine_options | {"device": "cpu", "load_format": "dummy"}
             )
+
+    def checker(self, is_elsewhere: bool = False) -> RequestChecker | None:
+        """Of requests; needs no GPU and no weights. None if only other machines have the model. is_elsewhere: as in
+        check_engine."""
+        if isinstance(self.model, LLM):
+            return RequestChecker(self.model.config, self.model.scheduler.length_limit.num_blocks)
+        # No weights are needed: with "dummy" none is downloaded.
+        options = {"tokenizer": self.tokenizer} | self.engine_options | {"load_format": "dummy"}
+        if not is_elsewhere:
+            return RequestChecker(Config(os.fspath(self.model), **options))
+        with suppress(FileNotFoundError):
+            return RequestChecker(Config(os.fspath(self.model), **options | {"device": "cpu"}))
+        return None
 
     def tell_parameters(self, columns: list[str]) -> None:
         """Say in the log which columns of the input are parameters of their lines."""

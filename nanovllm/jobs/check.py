@@ -2,10 +2,11 @@
 
 import os
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-from nanovllm import LLM, Config, RequestChecker
+from nanovllm import RequestChecker
 from nanovllm.jobs.arguments import Arguments, Model, line_bar
+from nanovllm.jobs.first_lines import check_first_lines
 from nanovllm.jobs.inputs import Inputs, find_files, scan
 from nanovllm.jobs.lines import Row
 from nanovllm.jobs.reader import read
@@ -60,19 +61,23 @@ def check_batch(
     )
     inputs = Inputs(find_files(input), id_column=id_column)
     with line_bar("Checking ids", use_tqdm) as bar:
-        num_lines, columns = scan(inputs, bar.update)[:2]
-    arguments.tell_parameters(columns)
-    checker = _make_checker(arguments)
+        found = scan(inputs, bar.update)
+    num_lines = found.num_lines
+    arguments.tell_parameters(found.columns)
+    if found.first_openai is None and found.columns:
+        arguments.line_format.check_columns(found.columns)
+    checker = cast(RequestChecker, arguments.checker())
+    check_first_lines(arguments, inputs, checker, all_may_fail=True)
     num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []
     with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
         for batch in read(arguments.read_plan(inputs)):
             lines = [each.line for each in batch if each.line is not None]
             prompts: list[Any] = [line.prompt for line in lines]
-            found = iter(checker.check(prompts, [line.params for line in lines]))
+            checked = iter(checker.check(prompts, [line.params for line in lines]))
             for prepared in batch:
                 line = prepared.line
-                error = prepared.error if line is None else next(found)
+                error = prepared.error if line is None else next(checked)
                 if line is not None and error is None:
                     length, params = len(line.prompt), line.params
                     most = min(params.max_tokens or checker.max_seq_len, checker.max_seq_len - length)
@@ -83,12 +88,3 @@ def check_batch(
                     errors += [error_row(prepared, str(error))] if len(errors) < _MAX_ERRORS else []
             bar.update(len(batch))
     return Check(num_lines, num_failed, num_prompt_tokens, max_completion_tokens, errors)
-
-
-def _make_checker(arguments: Arguments) -> RequestChecker:
-    model = arguments.model
-    if isinstance(model, LLM):
-        return RequestChecker(model.config, model.scheduler.length_limit.num_blocks)
-    # No weights are needed: with "dummy" none is downloaded.
-    options = {"tokenizer": arguments.tokenizer} | arguments.engine_options | {"load_format": "dummy"}
-    return RequestChecker(Config(os.fspath(model), **options))

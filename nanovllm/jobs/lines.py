@@ -87,7 +87,7 @@ class LineFormat:
             raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
         check_rules(self)
         object.__setattr__(self, "seed", make_params({"seed": self.seed}).seed)  # Raises if it is none.
-        _ = self._base_params, self._template_parts
+        _ = self.base_params, self._template_parts
 
     def given(self) -> Row:
         """Those of the options, apart from `sampling`, that are not as by default."""
@@ -111,7 +111,7 @@ class LineFormat:
         return ("tool_calls", *OPTIONAL_KEYS) if self.split_tool_calls else OPTIONAL_KEYS
 
     @cached_property
-    def _base_params(self) -> SamplingParams:
+    def base_params(self) -> SamplingParams:
         return make_params(self.sampling)
 
     @cached_property
@@ -184,6 +184,21 @@ class LineFormat:
         """Those of the input's columns that are parameters of their lines."""
         return [name for name in columns if name in self._parameters and self.copies(name)]
 
+    def check_columns(self, columns: list[str]) -> None:
+        """Raises ValueError if no line has a prompt, because no line has its column. columns: of all lines, none of
+        which is a request of OpenAI's."""
+        names = ", ".join(map(repr, columns[:20]))
+        if self.template is None and not set(self._prompt_names) & set(columns):
+            if self.prompt_column is not None:
+                raise ValueError(f"prompt_column={self.prompt_column!r}: no line has this column; there are: {names}")
+            raise ValueError(
+                f"input: no line has a prompt: {' or '.join(map(repr, PROMPTS))}; name its column by prompt_column "
+                f"(--prompt-column), or make it of columns by template (--template); there are: {names}"
+            )
+        for name in self._prompt_names if self.template is not None else ():
+            if name not in columns:
+                raise ValueError(f"template={self.template!r}: no line has the column {name!r}; there are: {names}")
+
     def copies(self, name: str) -> bool:
         """Whether answers repeat this column of the input, as `column_name`. They do not repeat a conversation's
         CHAT_OPTIONS."""
@@ -216,7 +231,7 @@ class LineFormat:
     def _params(self, options: Row, line_id: LineId) -> SamplingParams:
         if self.seed is not None and "seed" not in options:
             options = options | {"seed": xxh3_64_intdigest(id_bytes(line_id), self.seed) >> 1}
-        return self._base_params if options == self.sampling else make_params(options)
+        return self.base_params if options == self.sampling else make_params(options)
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -122,13 +122,17 @@ class Preparer:
 
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     """Small batches of all lines. Raises ValueError for a damaged file."""
-    tokenizer = find_tokenizer(plan.tokenizer, plan.revision)
-    preparer = Preparer(tokenizer, plan.line_format, plan.max_len, plan.chat_format)
+    preparer = make_preparer(plan)
     inputs = Inputs(plan.paths, plan.names, plan.line_format.id_column)
     raw_lines = enumerate(line for _, line in inputs.lines(plan.is_done))
     for window in _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES):
         lines = grouped(preparer.prepare(window), plan.block_size)
         yield from _chunks(lines, lambda each: 4 * len(each.line.prompt) if each.line else 0, _BATCH, _BATCH_BYTES)
+
+
+def make_preparer(plan: ReadPlan) -> Preparer:
+    tokenizer = find_tokenizer(plan.tokenizer, plan.revision)
+    return Preparer(tokenizer, plan.line_format, plan.max_len, plan.chat_format)
 
 
 def _chunks(

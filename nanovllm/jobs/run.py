@@ -21,6 +21,7 @@ from nanovllm import LLM, NO_PROMPT, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
+from nanovllm.jobs.first_lines import check_first_lines
 from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
 from nanovllm.jobs.lines import Row, from_json
@@ -178,6 +179,7 @@ class _Job:
     cluster: Cluster | None
     use_tqdm: bool
     parquet: ParquetFormat | None = None
+    is_continued: bool = False  # An earlier call has begun it.
     has_begun: bool = False  # A call without overwrite and retry_errors would go on with it.
 
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
@@ -187,6 +189,9 @@ class _Job:
         except OSError as error:
             raise self.stopped(error) from error
         corrections = Corrections(self.folder, self.inputs.id_column)
+        is_done, self.counts = self._read_answers(found)
+        if self.is_continued and (retry_errors or not is_done.all()):
+            self._check_lines(all_may_fail=True)
         if retry_errors is True:
             self.folder.forget_errors()
         elif retry_errors is not False:
@@ -241,16 +246,25 @@ class _Job:
         job = self.arguments.describe() | {"ordered": self.ordered, "format": self.format}
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
         before = None if overwrite else self.folder.read_manifest()
-        if before is not None:
-            self._check_same_job(before["job"], job)
-        else:
-            self.arguments.check_engine(is_elsewhere=self.cluster is not None)
         files, model_files = self.inputs.fingerprints(), job_fingerprint(self.arguments)
-        if before is not None:
-            self._check_same_files(before["input"], files)
+        try:
+            if before is not None:
+                self._check_same(before, job, files, model_files)
+        except ValueError:
+            if self.folder.read_all().answered:
+                raise
+            before, overwrite = None, True  # There is no answer yet that would not fit the others.
+        is_elsewhere = self.cluster is not None
+        if before is None:
+            self.arguments.check_engine(is_elsewhere)
         with line_bar("Checking", self.use_tqdm) as bar:
             found = scan(self.inputs, bar.update)
         self.arguments.tell_parameters(found.columns)
+        if before is None and found.columns and found.first_openai is None:
+            self.arguments.line_format.check_columns(found.columns)
+        if before is None:
+            self._check_lines(all_may_fail=False)
+        self.is_continued = before is not None
         if self.format == "parquet":
             if found.first_openai is not None:
                 line = found.first_openai
@@ -270,6 +284,19 @@ class _Job:
         self.manifest |= {} if model_files is None else {"model_files": model_files}
         self.folder.write_manifest(self.manifest)
         return found
+
+    def _check_lines(self, all_may_fail: bool) -> None:
+        checker = self.arguments.checker(is_elsewhere=self.cluster is not None)
+        if checker is not None:
+            check_first_lines(self.arguments, self.inputs, checker, all_may_fail)
+
+    def _check_same(self, before: Row, job: Row, files: list[Row], model_files: Fingerprint | None) -> None:
+        """Raises ValueError if the manifest is another job's."""
+        self._check_same_job(before["job"], job)
+        self._check_same_files(before["input"], files)
+        known = before.get("model_files")
+        if known is not None and model_files is not None and (what := differences(known, model_files)):
+            self._refuse(f"its model was another one: {what}")
 
     def _check_same_job(self, before: Row, now: Row) -> None:
         differing = [

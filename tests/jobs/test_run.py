@@ -4,6 +4,7 @@ import json
 import os
 import random
 import shutil
+import sys
 
 import pytest
 from job_files import by_id, interrupted_after, prompts, read_folder, read_lines, write_lines
@@ -292,6 +293,61 @@ def test_wrong_calls_are_refused_before_any_work(job, answers, options, error, m
     with pytest.raises(error, match=message):
         job(prompts(2), **options)
     assert not answers.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"structured_outputs": {"json": {"type": "no-such"}}}, "json"),
+        ({"structured_outputs": {"regex": "("}}, "regex"),
+        ({"structured_outputs": {"grammar": "start: nothing"}}, "grammar"),
+        ({"stop_token_ids": [100_000]}, "stop_token_ids: token id 100000"),
+        ({"logit_bias": {"100000": 1}}, "logit_bias: token id 100000"),
+        ({"thinking_token_budget": 5}, "thinking_token_budget=5"),
+        ({"template": "Sum {promt}"}, "no line has the column 'promt'; there are: 'id', 'prompt', 'topic'"),
+        ({"prompt_column": "text"}, "prompt_column='text': no line has this column"),
+        ({"system": "Brief."}, "no line can be answered; the first one, prompts.jsonl:1: chat_template"),
+    ],
+    ids=str,
+)
+def test_what_every_line_would_fail_by_is_an_error_of_the_call(job, llm, answers, options, message):
+    """Also where lines have options of their own."""
+    pytest.importorskip("llguidance")
+    rows = [*prompts(3), {"prompt": "a", "n": 2}]
+    with pytest.raises(ValueError, match=message):
+        job(rows, **options)
+    assert not answers.exists()
+    if "system" in options:
+        assert check_batch(answers.with_name("prompts.jsonl"), llm, **options).num_failed == 4  # It names them all.
+    else:
+        with pytest.raises(ValueError, match=message):
+            check_batch(answers.with_name("prompts.jsonl"), llm, **options)
+    assert job(rows)[1] == 4
+
+
+def test_a_missing_package_and_a_forgotten_column_write_nothing(job, answers, monkeypatch):
+    pytest.importorskip("llguidance")
+    rows = [row | {"structured_outputs": {"regex": "a+"}} for row in prompts(3)]
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(ImportError, match="pip install llguidance"):
+            job(rows)
+    assert not answers.exists()
+    assert job(rows)[1] == 3  # after its installation
+    with pytest.raises(ValueError, match=r"no line has a prompt: .*--prompt-column"):
+        job([{"text": "a"}], output=answers.with_name("others"))
+
+
+def test_a_job_without_an_answer_may_change_its_options(job, answers):
+    rows = prompts(3)
+    with interrupted_after(1), pytest.raises(KeyboardInterrupt):
+        job(["{", *rows])
+    for part in answers.glob("*part-*"):
+        part.unlink()
+    assert job(["{", *rows], temperature=0.5)[1:3] == (3, 1)
+    assert json.loads((answers / "_manifest.json").read_text())["job"]["temperature"] == 0.5
+    with pytest.raises(ValueError, match=r"temperature was 0.5 and is now 0"):
+        job(["{", *rows])
 
 
 def test_a_folder_on_which_another_process_works_is_refused(job, answers):

@@ -1,0 +1,71 @@
+"""Before a job begins: is there a mistake that every line would have? Then it is one of the call, and no line's."""
+
+from collections.abc import Iterator
+from itertools import islice
+
+from nanovllm import RequestChecker
+from nanovllm.jobs.arguments import Arguments
+from nanovllm.jobs.inputs import Inputs
+from nanovllm.jobs.reader import Prepared, make_preparer
+
+_AT_ONCE = 64  # lines
+
+
+def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChecker, all_may_fail: bool) -> None:
+    """Look at lines until one can be answered. With the job's own options the first ones are checked too, whatever
+    options they have.
+
+    Args:
+        all_may_fail: look at the first ones only.
+
+    Raises ValueError for an option of the job that no line could have, or if no line can be answered, and ImportError
+    for a package that is missing.
+    """
+    params = arguments.line_format.base_params
+    first: Prepared | None = None
+    first_error = ""
+    is_checked = False
+    for batch in _batches(arguments, inputs):
+        lines = [each.line for each in batch if each.line is not None]
+        prompts = [line.prompt for line in lines]
+        if lines and not is_checked:
+            is_checked = True
+            errors = checker.check(list(prompts), [params] * len(prompts))
+            # A prompt that is too long is refused before its parameters are looked at.
+            of_options = [error for error in errors if error is None or str(error).startswith("sampling_params")]
+            if of_options and None not in of_options:
+                raise _of_options(of_options[0])
+        found = iter(checker.check(list(prompts), [line.params for line in lines]))
+        for prepared in batch:
+            error = prepared.error if prepared.line is None else next(found)
+            if isinstance(error, ImportError):
+                raise _of_options(error)
+            if error is None:
+                return
+            if first is None:
+                first, first_error = prepared, _without_place(str(error))
+        if all_may_fail:
+            return
+    if first is not None:
+        where = f"{first.file}:{first.number}"
+        raise ValueError(f"input: no line can be answered; the first one, {where}: {first_error}")
+
+
+def _of_options(error: Exception | None) -> Exception:
+    kind = ImportError if isinstance(error, ImportError) else ValueError
+    return kind(_without_place(str(error)))
+
+
+def _without_place(text: str) -> str:
+    """A message without the index of a request."""
+    for name in ("prompts[", "sampling_params["):
+        if text.startswith(name):
+            return text.partition("]: ")[2]
+    return text
+
+
+def _batches(arguments: Arguments, inputs: Inputs) -> Iterator[list[Prepared]]:
+    preparer = make_preparer(arguments.read_plan(inputs))
+    lines = enumerate(line for _, line in inputs.lines())
+    while batch := list(islice(lines, _AT_ONCE)):
+        yield preparer.prepare(batch)
