@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from nanovllm import RequestChecker
+from nanovllm import Prompt, RequestChecker
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.reader import Prepared, make_preparer
@@ -27,15 +27,15 @@ def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChec
     is_checked = False
     for batch in _batches(arguments, inputs):
         lines = [each.line for each in batch if each.line is not None]
-        prompts = [line.prompt for line in lines]
+        prompts: list[Prompt] = [line.prompt for line in lines]
         if lines and not is_checked:
             is_checked = True
-            errors = checker.check(list(prompts), [params] * len(prompts))
+            errors = checker.check(prompts, [params] * len(prompts))
             # A prompt that is too long is refused before its parameters are looked at.
             of_options = [error for error in errors if error is None or str(error).startswith("sampling_params")]
             if of_options and None not in of_options:
                 raise _of_options(of_options[0])
-        found = iter(checker.check(list(prompts), [line.params for line in lines]))
+        found = iter(checker.check(prompts, [line.params for line in lines]))
         for prepared in batch:
             error = prepared.error if prepared.line is None else next(found)
             if isinstance(error, ImportError):
