@@ -1,5 +1,6 @@
 """What an engine would refuse, said without one: no weights are read, and no GPU is needed."""
 
+from collections.abc import Iterable
 from copy import copy
 from os import PathLike
 from typing import Any, cast
@@ -35,7 +36,7 @@ class RequestChecker:
         self.max_seq_len = limit.max_seq_len
         self._sequences = SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit)
 
-    def check(self, prompts: list[Prompt], params: list[SamplingParams]) -> list[Exception | None]:
+    def check(self, prompts: Iterable[Prompt], params: Iterable[SamplingParams]) -> list[Exception | None]:
         """What is wrong with each request; None if nothing is."""
         made = self._sequences.make_all(prompts, params, on_error="return")
         return [each if isinstance(each, Exception) else None for each in made]

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from itertools import islice
 
-from nanovllm import Prompt, RequestChecker
+from nanovllm import RequestChecker
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.reader import Prepared, make_preparer
@@ -27,7 +27,7 @@ def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChec
     is_checked = False
     for batch in _batches(arguments, inputs):
         lines = [each.line for each in batch if each.line is not None]
-        prompts: list[Prompt] = [line.prompt for line in lines]
+        prompts = [line.prompt for line in lines]
         if lines and not is_checked:
             is_checked = True
             errors = checker.check(prompts, [params] * len(prompts))
