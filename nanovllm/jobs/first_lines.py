@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import islice
+from typing import Any
 
 from nanovllm import RequestChecker
 from nanovllm.jobs.arguments import Arguments
@@ -27,7 +28,7 @@ def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChec
     is_checked = False
     for batch in _batches(arguments, inputs):
         lines = [each.line for each in batch if each.line is not None]
-        prompts = [line.prompt for line in lines]
+        prompts: list[Any] = [line.prompt for line in lines]
         if lines and not is_checked:
             is_checked = True
             errors = checker.check(prompts, [params] * len(prompts))

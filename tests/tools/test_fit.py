@@ -141,7 +141,7 @@ def test_kvcache_gib_is_the_size_of_the_cache_on_a_gpu():
     ("typed", "meant"), [("qwen3-8b", "Qwen3-8B"), ("Qwen3-8", "Qwen3-8B or"), ("qwen/qwen3-8b", "Qwen3-8B")]
 )
 def test_a_mistyped_shape(capsys, no_network, typed, meant):
-    assert main(["fit", typed]) == 1
+    assert main(["fit", typed]) == 2
     err = capsys.readouterr().err
     assert f"did you mean {meant}" in err
     assert "Llama" not in err
