@@ -362,7 +362,7 @@ def nested(depth: int):
     ],
 )
 def test_whatever_a_template_raises_names_the_conversation(llm, template, says):
-    conversations = [[HELLO], [HELLO | {"deep": nested(5000)}]]
+    conversations = [[HELLO], [HELLO | {"deep": nested(50_000)}]]
     with pytest.raises(ValueError, match=rf"^conversation [01]: .*({says})") as raised:
         llm.chat(conversations, PARAMS, use_tqdm=False, chat_template=template)
     assert len(str(raised.value)) < 1500
