@@ -80,7 +80,8 @@ _SAMPLING = (
     *("frequency_penalty", "repetition_penalty"),
 )
 _ENGINE = (
-    *("enforce_eager", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("enforce_eager", "tensor_parallel_size", "data_parallel_size"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
     *("speculation", "max_speculative_tokens", "plain", "chat_format"),

@@ -31,7 +31,8 @@ from nanovllm.utils.optional_packages import installed_versions
 
 DEFAULT_MODEL = "~/huggingface/Qwen3-0.6B"
 ENGINE_OPTIONS = (
-    *("load_format", "quantization", "tensor_parallel_size", "enforce_eager", "attention_backend", "dtype"),
+    *("load_format", "quantization", "tensor_parallel_size", "data_parallel_size", "enforce_eager"),
+    *("attention_backend", "dtype"),
     *("kv_cache_dtype", "device", "max_model_len", "max_num_batched_tokens", "mixed_step_rows", "num_kvcache_blocks"),
     *("state_dtype", "speculation", "max_speculative_tokens", "enable_prefix_caching", "overlap_steps", "plain"),
 )
@@ -175,8 +176,9 @@ def main(arguments: Sequence[str] | None = None, prog: str | None = None) -> Non
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         ceilings = find_ceilings(args, device, dtype, weight_format)
     report |= ceilings._asdict()
+    num_gpus = args.tensor_parallel_size * args.data_parallel_size
     for name in args.workload:
-        report["workloads"][name] = summarize(name, passes[name], size, ceilings, args.tensor_parallel_size)
+        report["workloads"][name] = summarize(name, passes[name], size, ceilings, num_gpus)
         print(f"{name}: {WORKLOADS[name].stresses}; {report['device']}; median of {args.passes}")
         print_summary(report["workloads"][name], ceilings)
     if args.json:

@@ -33,7 +33,7 @@ from nanovllm.utils.progress_bar import progress_bar
 
 logger = logging.getLogger(__name__)
 
-BY_HAND = User("add_request() or step()", keeps_requests=True)
+BY_HAND = User("add_request() or step()", keeps_requests=True, reads_steps=True)
 
 
 class LLMEngine:
