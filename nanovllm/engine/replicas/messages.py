@@ -187,5 +187,7 @@ class PackedTensor(NamedTuple):
         return cls(tensor.dtype, tuple(tensor.shape), flat.numpy())
 
     def tensor(self) -> torch.Tensor:
+        if not self.content.size:
+            return torch.empty(self.shape, dtype=self.dtype)
         content = self.content if self.content.flags.writeable else self.content.copy()
         return torch.from_numpy(content).view(self.dtype).reshape(self.shape)
