@@ -224,7 +224,8 @@ class Replicas:
     def _watch(self) -> None:
         """Receive until one fails, or they are to end."""
         numbers = {connection: i for i, connection in enumerate(self.connections)}
-        silence = dict.fromkeys(range(self._size), 0.0)  # seconds since a replica's last sign of life
+        # Seconds since a replica's last sign of life. Its first one comes when it has imported this package.
+        silence: dict[int, float] = {}
         before, timeout = time.monotonic(), self._config.watchdog_timeout
         while True:
             failure = None
