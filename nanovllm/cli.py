@@ -376,6 +376,8 @@ def _add_fit(commands: Any) -> None:
     parser.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
     memory_help = "GiB of each GPU (default: this machine's, and common sizes)"
     parser.add_argument("--gpu-memory", dest="memory_gib", type=_gib, nargs="+", metavar="GIB", help=memory_help)
+    gpus_help = "say how to divide N GPUs: data_parallel_size x tensor_parallel_size, and which is the fastest"
+    parser.add_argument("--gpus", dest="num_gpus", type=int, metavar="N", help=gpus_help)
     add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _FIT)
     parser.set_defaults(run=_fit)
 
@@ -388,9 +390,14 @@ def _gib(text: str) -> float:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    given = _given(options)
+    if "num_gpus" in given:
+        from nanovllm.fit_gpus import print_divisions
+
+        return 0 if print_divisions(**given) else _FAILED
     from nanovllm.fit import print_fit
 
-    return 0 if print_fit(**_given(options)) else _FAILED
+    return 0 if print_fit(**given) else _FAILED
 
 
 # -- tune --------------------------------------------------------------------------------------------------------------

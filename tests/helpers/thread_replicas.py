@@ -6,6 +6,7 @@ Messages are packed and unpacked as between processes.
 import queue
 import sys
 import threading
+from types import SimpleNamespace
 
 from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.replicas.messages import EXIT, NEWS, pack, unpack
@@ -24,7 +25,8 @@ class ThreadReplicas(Replicas):
 
     def __init__(self, config, options):
         self.device_name, self.mixed_step_rows, self.failure, self._error = "", 0, None, None
-        self.processes, self.connections, self._unread = [], [], []
+        self.connections, self._unread = [], []
+        self.processes = [SimpleNamespace(pid=0)] * config.data_parallel_size
         self._config, self._size, self._has_ended = config, config.data_parallel_size, False
         self._call_number = self._sleep_level = 0
         self._messages = queue.SimpleQueue()

@@ -91,6 +91,14 @@ def test_answers_are_those_of_one_engine_whatever_their_number(make_replicated, 
         assert [*llm.stats()] == [*one.stats()]
 
 
+def test_a_stop_string_that_is_a_token(llm, one):
+    """Its name is the reason, and not its number."""
+    name = "<|endoftext|>"
+    token = llm.get_tokenizer().convert_tokens_to_ids(name)
+    params = SamplingParams(max_tokens=5, stop=[name], logit_bias={token: 100}, temperature=0)
+    assert [generate(each, ["a prompt"], params)[0]["stop_reason"] for each in (llm, one)] == [name, name]
+
+
 def test_llm_is_a_replicated_engine_only_if_asked(llm, one):
     assert isinstance(llm, LLM)
     assert isinstance(llm, ReplicatedEngine)
