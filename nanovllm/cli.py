@@ -100,7 +100,8 @@ _SAMPLING = (
     *("frequency_penalty", "repetition_penalty"),
 )
 _ENGINE = (
-    *("enforce_eager", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
+    *("enforce_eager", "tensor_parallel_size", "data_parallel_size"),
+    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
     *("speculation", "max_speculative_tokens", "plain", "chat_format"),
@@ -404,6 +405,8 @@ def _add_fit(commands: Any) -> None:
     parser.add_argument("model", help="a directory, a hub id, or the name of a published shape such as Qwen3-8B")
     memory_help = "GiB of each GPU (default: this machine's GPU and CPU, and common sizes)"
     parser.add_argument("--gpu-memory", dest="memory_gib", type=_gib, nargs="+", metavar="GIB", help=memory_help)
+    gpus_help = "say how to divide N GPUs: data_parallel_size x tensor_parallel_size, and which is the fastest"
+    parser.add_argument("--gpus", dest="num_gpus", type=int, metavar="N", help=gpus_help)
     add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _FIT)
     parser.set_defaults(run=_fit)
 
@@ -416,10 +419,15 @@ def _gib(text: str) -> float:
 
 
 def _fit(options: argparse.Namespace) -> int:
+    given = _given(options)
     with QuickExit():
         from nanovllm.fit import print_fit
+        from nanovllm.fit_gpus import print_divisions
 
-    return 0 if print_fit(**_given(options)) else _FAILED
+    if "num_gpus" in given:
+        return 0 if print_divisions(**given) else _FAILED
+
+    return 0 if print_fit(**given) else _FAILED
 
 
 # -- tune --------------------------------------------------------------------------------------------------------------

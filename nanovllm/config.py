@@ -158,6 +158,13 @@ class Config(EngineOptions):
             self.tensor_parallel_size <= count - first,
             f"at most {count - first}: {count} GPUs are visible, and the first to use is cuda:{first}",
         )
+        most = (count - first) // self.tensor_parallel_size
+        self._require(
+            "data_parallel_size",
+            self.data_parallel_size <= most,
+            f"at most {most} with tensor_parallel_size={self.tensor_parallel_size}: {count} GPUs are visible, and the "
+            f"first to use is cuda:{first}",
+        )
         self.device, self.device_index = "cuda", first
 
     def _resolve_dtype(self) -> None:

@@ -25,6 +25,7 @@ MAX_KVCACHE_BLOCK_SIZE = 2**16  # One block takes 7 GiB, even in the smallest pu
 MAX_WATCHDOG_SECONDS = 86_400
 MAX_KVCACHE_GIB = 2**16  # more than one machine has
 MAX_SPECULATIVE_TOKENS = 15
+MAX_REPLICAS = 64  # far more than one machine has GPUs
 _TINY = math.ulp(0.0)  # the smallest number above 0
 MAX_SLOTS = 2**31  # Kernels count KV cache slots, and the keys of all sequences of a step, in int32.
 
@@ -149,6 +150,9 @@ class EngineOptions:
     max_model_len: int | None = _option(4096, "tokens of the longest sequence, prompt and completion", _LENGTH)
     gpu_memory_utilization: float = _speed_option(0.9, "share of the GPU's memory for this engine", _SHARE)
     tensor_parallel_size: int = _speed_option(1, "GPUs to split the model over", integer(1, 8))
+    data_parallel_size: int = _speed_option(
+        1, "engines, each on tensor_parallel_size GPUs of its own", integer(1, MAX_REPLICAS)
+    )
     watchdog_timeout: float | None = _speed_option(
         300.0, "seconds that another rank may show no sign of life", _SECONDS
     )

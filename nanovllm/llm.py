@@ -7,13 +7,15 @@ from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
-from typing import Any, Literal, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
+from nanovllm.config import Config
 from nanovllm.engine.engine_lock import User
 from nanovllm.engine.llm_engine import BY_HAND, LLMEngine, OnError
 from nanovllm.engine.prefix_cache import reset_prefix_cache
+from nanovllm.engine.replicas.replicated_engine import ReplicatedEngine
 from nanovllm.engine.text.chat import Conversation, Tool, as_conversations, misplaced_chat_option
 from nanovllm.engine.text.chat_answers import ChatAnswers, chat_deltas
 from nanovllm.engine.text.formats.all_formats import find_format
@@ -26,7 +28,7 @@ from nanovllm.models.loader import TensorFacts, checked_tensors
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
-from nanovllm.utils.option_hints import HINTS, explains_unknown_options
+from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
 
 # generate_iter(ordered=True) takes at most this many times max_num_seqs prompts ahead of the next result: results may
 # wait for a slow one only as long as the batch stays full.
@@ -40,7 +42,17 @@ class LLM(LLMEngine):
 
     One call works at a time: while a stream or an iterator is half read, all other calls raise RuntimeError. Closing or
     dropping it drops its requests.
+
+    With data_parallel_size > 1 it is a ReplicatedEngine, whose engines are in processes of their own.
     """
+
+    if not TYPE_CHECKING:  # Checkers read the arguments of __init__.
+
+        @takes_options_of(Config)
+        def __new__(cls, *args, **options):
+            """Choose the engine, once: whatever else this class does is the same for both."""
+            is_one = options.get("data_parallel_size", 1) == 1
+            return super().__new__(cls if is_one else type(cls.__name__, (cls, ReplicatedEngine), {}))
 
     def __repr__(self) -> str:
         config = vars(self).get("config")
@@ -220,7 +232,7 @@ class LLM(LLMEngine):
         Raises:
             ValueError, TypeError, RuntimeError: as generate.
         """
-        with self._lock.turn(user := User("stream()")):
+        with self._lock.turn(user := User("stream()", reads_steps=True)):
             prompts = list(as_prompts(prompts, "prompts", self.tokenizer))
             params = params_per_prompt(sampling_params, len(prompts))
             return self._stream(user, self._sequences.make_all(prompts, params, streams=True))
@@ -289,7 +301,7 @@ class LLM(LLMEngine):
         with self._lock.turn(user := User("generate_iter()")):
             require("on_error", on_error, on_error in ("raise", "return"), "one of raise, return")
             pairs = pair_lazily(as_prompts(prompts, "prompts", self.tokenizer), sampling_params)
-            max_ahead = BATCHES_AHEAD * self.config.max_num_seqs if ordered else None
+            max_ahead = BATCHES_AHEAD * self.scheduler.max_num_seqs if ordered else None
             return self._generate_iter(user, PromptFeed(pairs, max_ahead), on_error)
 
     def _generate_iter(
@@ -314,7 +326,7 @@ class LLM(LLMEngine):
     def _refill(self, user: User, feed: PromptFeed, on_error: OnError) -> bool:
         """Queue prompts until twice max_num_seqs sequences are under way. Returns whether there were any. A few prompts
         at a time: enough for a prefill, but too few to delay a step by tokenizing them."""
-        scheduler, max_num_seqs = self.scheduler, self.config.max_num_seqs
+        scheduler, max_num_seqs = self.scheduler, self.scheduler.max_num_seqs
         num = min(PROMPTS_AT_ONCE, max_num_seqs)
         before = feed.num_taken
         while len(scheduler.waiting) + len(scheduler.running) + num <= 2 * max_num_seqs and (batch := feed.take(num)):
@@ -433,7 +445,7 @@ class LLM(LLMEngine):
                 raise RuntimeError("update_weights(): the weights' memory has been given back: call wake_up() first")
             tensors = checked_tensors(self.model_runner.model, weights)
             with self._lock.step():
-                reset_prefix_cache(self.scheduler.block_manager)
+                self.reset_prefix_cache()
                 facts = {name: TensorFacts(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
                 self.model_runner.call("update_weights", tensors, for_workers=(facts,))
 
@@ -451,7 +463,7 @@ class LLM(LLMEngine):
         with self._lock.turn(User("sleep()")), self._lock.step():
             if self._sleep_level:
                 raise RuntimeError("sleep(): the engine sleeps already")
-            reset_prefix_cache(self.scheduler.block_manager)
+            self.reset_prefix_cache()
             self._sleep_level = level
             self.model_runner.call("sleep", level)
 

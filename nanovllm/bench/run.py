@@ -119,8 +119,9 @@ def run_bench(
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         ceilings = find_ceilings(given_ceilings, device, dtype, weight_format)
     report |= ceilings._asdict()
+    num_gpus = config.tensor_parallel_size * config.data_parallel_size
     for name in workloads:
-        report["workloads"][name] = summarize(name, passes[name], size, ceilings, config.tensor_parallel_size)
+        report["workloads"][name] = summarize(name, passes[name], size, ceilings, num_gpus)
         print(f"{name}: {WORKLOADS[name].stresses}; {report['device']}; median of {num_passes}")
         print_summary(report["workloads"][name], ceilings)
     if file:

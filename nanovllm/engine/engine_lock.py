@@ -16,6 +16,7 @@ class User:
 
     name: str  # of the method, for messages
     keeps_requests: bool = False  # after an error outside a step
+    reads_steps: bool = False  # It wants each token as it comes, and not only results.
 
 
 class EngineLock:

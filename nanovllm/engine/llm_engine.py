@@ -34,7 +34,7 @@ from nanovllm.utils.progress_bar import progress_bar
 logger = logging.getLogger(__name__)
 
 OnError = Literal["raise", "return"]
-BY_HAND = User("add_request() or step()", keeps_requests=True)
+BY_HAND = User("add_request() or step()", keeps_requests=True, reads_steps=True)
 
 
 class LLMEngine:

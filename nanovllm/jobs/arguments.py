@@ -24,6 +24,7 @@ from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadPlan
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.openai_format.request_names import SAMPLING_OPTIONS, Row
+from nanovllm.utils.checks import require
 from nanovllm.utils.option_hints import HINTS, unknown_option
 from nanovllm.utils.progress_bar import tqdm
 
@@ -149,6 +150,12 @@ class Arguments:
         options: Row = {name: value for name, value in self.engine_options.items() if name not in _OF_SPEED}
         options |= self.line_format.sampling | self.line_format.given()
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
+
+
+def check_one_engine(options: Row) -> None:
+    """Raises ValueError if each of Ray's replicas would be several engines."""
+    number = options.get("data_parallel_size", 1)
+    require("data_parallel_size", number, number == 1, "1 on Ray, where replicas says how many engines there are")
 
 
 def answer_format(tokenizer: Any, template: str | None, name: str | None, log: bool = True) -> AnswerFormat:

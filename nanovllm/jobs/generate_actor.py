@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nanovllm import LLM, NO_PROMPT
-from nanovllm.jobs.arguments import Arguments, Model
+from nanovllm.jobs.arguments import Arguments, Model, check_one_engine
 from nanovllm.jobs.arrow_rows import arrow_rows
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import Line, Row, answer_row, column_name, read_id
@@ -153,6 +153,8 @@ class GenerateActor:
         """
         import ray
         from ray.data import ActorPoolStrategy
+
+        check_one_engine(options)
 
         use_gpus = options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
         compute = ActorPoolStrategy(

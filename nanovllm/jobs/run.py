@@ -18,7 +18,7 @@ import numpy as np
 from xxhash import xxh3_128_hexdigest
 
 from nanovllm import LLM, NO_PROMPT, __version__
-from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
+from nanovllm.jobs.arguments import Arguments, Cluster, Model, check_one_engine, line_bar
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
 from nanovllm.jobs.first_lines import check_first_lines
@@ -144,6 +144,8 @@ def run_batch(
         seed=seed,
     )
     cluster = _check_cluster(replicas, ray_address, model)
+    if cluster is not None:
+        check_one_engine(arguments.engine_options)
     inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     job = _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm)

@@ -437,6 +437,13 @@ def test_a_gpu_that_is_not_there_is_refused(a_gpu, monkeypatch):
     assert dummy(device="cuda:0", tensor_parallel_size=2).device_index == 0
     with pytest.raises(ValueError, match=r"tensor_parallel_size=2: must be at most 1: 2 GPUs .* cuda:1"):
         dummy(device="cuda:1", tensor_parallel_size=2)
+    # So do replicas, each as many as one has ranks.
+    assert dummy(device="cuda:0", data_parallel_size=2).data_parallel_size == 2
+    says = r"data_parallel_size={}: must be at most {} with tensor_parallel_size={}: 2 GPUs are visible, and the first "
+    for number, size, first in ((3, 1, 0), (2, 1, 1), (2, 2, 0)):
+        most = (2 - first) // size
+        with pytest.raises(ValueError, match=says.format(number, most, size) + rf"to use is cuda:{first}"):
+            dummy(device=f"cuda:{first}", data_parallel_size=number, tensor_parallel_size=size)
     # The facts of the chosen one count.
     facts = [replace(HOPPER, capability=capability) for capability in ((8, 0), (9, 0))]
     monkeypatch.setattr(GpuFacts, "of", lambda device: facts[device.index])

@@ -142,6 +142,7 @@ OF_CONFIG = {
     ),
     "gpu_memory_utilization": number(0.0, 1, "a number in (0, 1]", 0.5, is_open=True),
     "tensor_parallel_size": integer(1, 8),
+    "data_parallel_size": integer(1, 64),
     "watchdog_timeout": number(1, 86400, "a number in 1..86400, or None for no watchdog", None),
     "enforce_eager": flag(),
     "kvcache_block_size": spec(

@@ -11,7 +11,7 @@ from job_files import by_id, interrupted_after, prompts, read_folder, read_lines
 from test_lines import OPENAI_LINE, VLLM_LINE
 
 from nanovllm import SamplingParams
-from nanovllm.jobs import JobError, check_batch, folder, job_status, part_writer, writer
+from nanovllm.jobs import JobError, check_batch, folder, job_status, part_writer, run, run_batch, writer
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import Prepared, grouped
 from nanovllm.jobs.writer import Writer
@@ -504,3 +504,11 @@ def test_the_status_of_no_job(tmp_path):
         job_status(tmp_path)
     with pytest.raises(FileNotFoundError):
         job_status(tmp_path / "nowhere")
+
+
+def test_on_ray_a_replica_is_one_engine(path, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "find_spec", lambda name: True)
+    file = write_lines(tmp_path / "prompts.jsonl", prompts(2))
+    says = "data_parallel_size=2: must be 1 on Ray, where replicas says how many engines"
+    with pytest.raises(ValueError, match=says):
+        run_batch(file, tmp_path / "answers", path, replicas=2, data_parallel_size=2)

@@ -41,3 +41,13 @@ def test_as_many_proposed_tokens_are_right_as_asked(tmp_path):
     figures = json.loads(file.read_text())["figures"]
     per_step = {name.split(", ")[1]: of_name["tokens_per_step"] for name, of_name in figures.items()}
     assert per_step == {"without": 1, "nothing proposed": 1, "acceptance 0.0": 1, "acceptance 1.0": 9 / 4}
+
+
+@pytest.mark.nightly
+def test_replicas_are_compared_with_one_engine(tmp_path):
+    model, file = make_checkpoint(tmp_path, vocab_size=10_016), tmp_path / "out.json"
+    run("replicas", "--model", model, "--device", "cpu", "--workload", "laptop", "--replicas", 1, 2, "--json", file)
+    one, two = json.loads(file.read_text())["rows"]
+    assert two["laptop"]["tokens"] == 2 * one["laptop"]["tokens"]
+    assert (one["laptop"]["times"], one["times_start"]) == (1, 1)
+    assert two["device"] == "2 x CPU"

@@ -21,10 +21,6 @@ from nanovllm.engine.ranks.process_group import join_group, open_store, remove_s
 from nanovllm.engine.ranks.ranks import Ranks, device_of_rank
 from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
 
-MAIN_GUARD = (
-    "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from: what the "
-    'script does belongs under `if __name__ == "__main__":`'
-)
 PARENT_CHECK_SECONDS = 1.0
 HEARTBEAT_SECONDS = 1.0
 BLAME_SECONDS = 2.0  # How long a failed collective waits for the failure that caused it to become known.
@@ -68,18 +64,26 @@ class WorkerSide(Ranks):
         return self._calls.read()
 
 
-def check_may_spawn() -> None:
-    """Raises RuntimeError if this process may start no workers."""
+def main_guard(option: str) -> str:
+    """What a script must do that starts processes, because of an option."""
+    return (
+        f"{option} > 1 starts processes, each of which imports the script that it is called from: what the "
+        'script does belongs under `if __name__ == "__main__":`'
+    )
+
+
+def check_may_spawn(option: str = "tensor_parallel_size") -> None:
+    """Raises RuntimeError, naming the option that needs them, if this process may start no others."""
     process = multiprocessing.current_process()
     if getattr(process, "_inheriting", False):  # While a spawned process imports its parent's script.
-        raise RuntimeError(MAIN_GUARD)
+        raise RuntimeError(main_guard(option))
     if process.daemon:
-        raise RuntimeError("tensor_parallel_size > 1 starts processes, which a daemonic process may not")
+        raise RuntimeError(f"{option} > 1 starts processes, which a daemonic process may not")
     main = sys.modules["__main__"]
     script = getattr(main, "__file__", None)
     if script is not None and getattr(main, "__spec__", None) is None and not os.path.exists(script):
         raise RuntimeError(
-            "tensor_parallel_size > 1 starts processes, each of which imports the script that it is called from, and "
+            f"{option} > 1 starts processes, each of which imports the script that it is called from, and "
             f"{script} is no file: save the script as one"
         )
 

@@ -23,9 +23,9 @@ from nanovllm.engine.ranks.ranks import ENDED, Ranks, device_of_rank
 from nanovllm.engine.ranks.worker import (
     BLAME_SECONDS,
     HEARTBEAT_SECONDS,
-    MAIN_GUARD,
     WorkerSeat,
     check_may_spawn,
+    main_guard,
     worker_main,
 )
 from nanovllm.layers.parallel.tensor_parallel import CollectiveError, TensorParallel
@@ -332,7 +332,8 @@ class Workers(Ranks):
             return f"{self._name(rank)} was killed by {reason}"
         text = f"{self._name(rank)} ended with exit code {code}"
         if "attached" not in self._stages[rank]:
-            text += f" while it started. Its own output says why; if it names __main__: {MAIN_GUARD}"
+            guard = main_guard("tensor_parallel_size")
+            text += f" while it started. Its own output says why; if it names __main__: {guard}"
         return text
 
     def _name(self, rank: int) -> str:

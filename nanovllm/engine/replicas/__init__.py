@@ -1,0 +1,1 @@
+"""Replicas: engines in processes of their own, among which one caller's requests are divided."""
