@@ -2,19 +2,17 @@
 
 import math
 import os
-import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from itertools import chain
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import User
 from nanovllm.engine.llm_engine import BY_HAND, LLMEngine
-from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.replicas.replicated_engine import ReplicatedEngine
 from nanovllm.engine.text.chat import (
     Conversation,
@@ -52,11 +50,13 @@ class LLM(LLMEngine):
     With data_parallel_size > 1 it is a ReplicatedEngine, whose engines are in processes of their own.
     """
 
-    @takes_options_of(Config)
-    def __new__(cls, model: str | os.PathLike[str], **options: Any):  # type: ignore[misc]
-        """Choose the engine, once: whatever else this class does is the same for both."""
-        is_one = issubclass(cls, ReplicatedEngine) or options.get("data_parallel_size", 1) == 1
-        return super().__new__(cls if is_one else type(cls.__name__, (ReplicatedEngine, cls), {}))
+    if not TYPE_CHECKING:  # Checkers read the arguments of __init__.
+
+        @takes_options_of(Config)
+        def __new__(cls, *args, **options):
+            """Choose the engine, once: whatever else this class does is the same for both."""
+            is_one = options.get("data_parallel_size", 1) == 1
+            return super().__new__(cls if is_one else type(cls.__name__, (cls, ReplicatedEngine), {}))
 
     @explains_unknown_options(HINTS["chat"], misplaced_chat_option)
     def chat(
@@ -310,18 +310,13 @@ class LLM(LLMEngine):
         """
         with self._lock.no_other_thread("abort_request()"):
             self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
-            aborted = self.scheduler.abort(None if request_id is None else [request_id])
-            now = time.perf_counter()
-            for seq in aborted:
-                seq.completion.finish_time = now
-            if self._lock.user is not BY_HAND:
-                self._aborted += aborted
+            self._abort(None if request_id is None else [request_id])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
         inside a call."""
         with self._lock.no_other_thread("reset_prefix_cache()"):
-            reset_prefix_cache(self.scheduler.block_manager)
+            self._forget_prefixes()
 
     # -- weights that change, and memory that others need meanwhile ---------------------------------------------------
 
@@ -344,7 +339,7 @@ class LLM(LLMEngine):
                 raise RuntimeError("update_weights(): the weights' memory has been given back: call wake_up() first")
             tensors = checked_tensors(self.model_runner.model, weights)
             with self._lock.step():
-                self.reset_prefix_cache()
+                self._forget_prefixes()
                 facts = {name: TensorFacts(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
                 self.model_runner.call("update_weights", tensors, for_workers=(facts,))
 
@@ -362,7 +357,7 @@ class LLM(LLMEngine):
         with self._lock.turn(User("sleep()")), self._lock.step():
             if self._sleep_level:
                 raise RuntimeError("sleep(): the engine sleeps already")
-            self.reset_prefix_cache()
+            self._forget_prefixes()
             self._sleep_level = level
             self.model_runner.call("sleep", level)
 
