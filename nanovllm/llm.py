@@ -2,7 +2,6 @@
 
 import math
 import os
-import time
 from array import array
 from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
@@ -14,7 +13,6 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import User
 from nanovllm.engine.llm_engine import BY_HAND, LLMEngine, OnError
-from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.replicas.replicated_engine import ReplicatedEngine
 from nanovllm.engine.text.chat import Conversation, Tool, as_conversations, misplaced_chat_option
 from nanovllm.engine.text.chat_answers import ChatAnswers, chat_deltas
@@ -411,18 +409,13 @@ class LLM(LLMEngine):
         """
         with self._lock.no_other_thread("abort_request()"):
             self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
-            aborted = self.scheduler.abort(None if request_id is None else [request_id])
-            now = time.perf_counter()
-            for seq in aborted:
-                seq.completion.finish_time = now
-            if self._lock.user is not BY_HAND:
-                self._aborted += aborted
+            self._abort(None if request_id is None else [request_id])
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached prefixes; running requests keep their blocks. Raises RuntimeError if another thread is
         inside a call."""
         with self._lock.no_other_thread("reset_prefix_cache()"):
-            reset_prefix_cache(self.scheduler.block_manager)
+            self._forget_prefixes()
 
     # -- weights that change, and memory that others need meanwhile ---------------------------------------------------
 
@@ -445,7 +438,7 @@ class LLM(LLMEngine):
                 raise RuntimeError("update_weights(): the weights' memory has been given back: call wake_up() first")
             tensors = checked_tensors(self.model_runner.model, weights)
             with self._lock.step():
-                self.reset_prefix_cache()
+                self._forget_prefixes()
                 facts = {name: TensorFacts(tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
                 self.model_runner.call("update_weights", tensors, for_workers=(facts,))
 
@@ -463,7 +456,7 @@ class LLM(LLMEngine):
         with self._lock.turn(User("sleep()")), self._lock.step():
             if self._sleep_level:
                 raise RuntimeError("sleep(): the engine sleeps already")
-            self.reset_prefix_cache()
+            self._forget_prefixes()
             self._sleep_level = level
             self.model_runner.call("sleep", level)
 

@@ -13,6 +13,7 @@ from nanovllm.config import Config
 from nanovllm.engine.engine_lock import EngineLock, User
 from nanovllm.engine.features.logits.logprobs import record_prompt_logprobs
 from nanovllm.engine.model_runner import ModelRunner
+from nanovllm.engine.prefix_cache import reset_prefix_cache
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.ranks.workers import Workers
 from nanovllm.engine.request_order import longest_first
@@ -309,6 +310,18 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """The engine's state now, and what it has done so far. Only reads counters."""
         return engine_stats(self.scheduler, self._num_steps, self._seconds)
+
+    def _abort(self, request_ids: list[int] | None) -> None:
+        """End these requests, or all. The next step returns them to whoever waits for results."""
+        aborted = self.scheduler.abort(request_ids)
+        now = time.perf_counter()
+        for seq in aborted:
+            seq.completion.finish_time = now
+        if self._lock.user is not BY_HAND:
+            self._aborted += aborted
+
+    def _forget_prefixes(self) -> None:
+        reset_prefix_cache(self.scheduler.block_manager)
 
     def _drop_all(self, between_steps: bool) -> None:
         """Drop all requests, for the lock. between_steps: the cache is in order, and its prefixes are kept."""

@@ -52,6 +52,9 @@ class _Context(context.ForkServerContext):
     Process = _Process
 
 
+_get_context = multiprocessing.get_context
+
+
 @pytest.fixture(scope="session", autouse=True)
 def quick_ranks() -> Iterator[None]:
     if not hasattr(os, "fork"):
@@ -60,4 +63,11 @@ def quick_ranks() -> Iterator[None]:
     multiprocessing.set_forkserver_preload(["quick_ranks", "nanovllm.engine.model_runner"])
     started = _Context()
     with mock.patch.object(workers.multiprocessing, "get_context", return_value=started):
+        yield
+
+
+@pytest.fixture
+def spawned(quick_ranks) -> Iterator[None]:
+    """Processes start as in a user's program, and are children of this one."""
+    with mock.patch.object(multiprocessing, "get_context", _get_context):
         yield

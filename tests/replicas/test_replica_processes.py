@@ -45,7 +45,7 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("nanovllm-replica")}
 
 
-def test_processes_answer_as_one_engine_until_one_is_killed(path, capfd):
+def test_processes_answer_as_one_engine_until_one_is_killed(spawned, path, capfd):
     """All in one test, because a start takes seconds."""
     params = [SamplingParams(max_tokens=5 + i, temperature=0.8) for i in range(12)]
     with make_llm(path, **OPTIONS) as one:

@@ -11,6 +11,7 @@ from script import Script
 from thread_replicas import ThreadReplicas
 
 from nanovllm import LLM, NO_PROMPT, SamplingParams, StructuredOutputsParams
+from nanovllm.engine.llm_engine import LLMEngine
 from nanovllm.engine.replicas import replicated_engine
 from nanovllm.engine.replicas.messages import GIVE_BACK, WORK, PackedTensor
 from nanovllm.engine.replicas.replicated_engine import ReplicatedEngine
@@ -104,6 +105,35 @@ def test_llm_is_a_replicated_engine_only_if_asked(llm, one):
     assert isinstance(llm, ReplicatedEngine)
     assert type(one) is LLM
     assert type(llm).__name__ == "LLM"
+
+
+def test_a_class_of_ones_own(make_replicated, path):
+    """Its __init__ runs, and its methods are its own."""
+
+    class Mine(LLM):
+        def __init__(self, path, name, **options):
+            super().__init__(path, device="cpu", num_kvcache_blocks=8, kvcache_block_size=16, **options)
+            self.name = name
+
+        def stats(self):
+            return {"name": self.name, **super().stats()}
+
+    with Mine(str(path), "a", data_parallel_size=2) as llm:
+        assert isinstance(llm, ReplicatedEngine)
+        assert llm.stats()["name"] == "a"
+        assert llm.stats()["kv_blocks_total"] == 16
+    with Mine(str(path), "b") as llm:
+        assert type(llm) is Mine
+
+
+def test_one_engine_is_not_made_where_several_are_asked_for(path):
+    class Hidden(LLM):
+        def __init__(self):
+            super().__init__(str(path), device="cpu", data_parallel_size=2)
+
+    for make in (Hidden, lambda: LLMEngine(str(path), device="cpu", data_parallel_size=2)):
+        with pytest.raises(ValueError, match=r"data_parallel_size=2: must be 1 .*LLM\(model, data_parallel_size=2\)"):
+            make()
 
 
 def test_generate_iter_in_order_and_not(llm, one):

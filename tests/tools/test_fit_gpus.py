@@ -49,5 +49,5 @@ def test_a_number_that_does_not_divide_the_heads_says_so(tmp_path):
     ],
 )
 def test_wrong_calls(capsys, arguments, says):
-    assert main(["fit", "Qwen3-8B", *arguments]) == 1
+    assert main(["fit", "Qwen3-8B", *arguments]) == 2
     assert says in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,7 +13,7 @@ def use_cores_of_gpu(index: int) -> None:
     """Let this process, and what it starts, run on the cores beside a GPU alone. Does nothing where they are unknown,
     or are not this process's."""
     found: object = torch.cuda.get_device_properties(index)
-    parts = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
+    parts: list[Any] = [getattr(found, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     if None in parts or not hasattr(os, "sched_setaffinity"):
         return
     cores = cores_beside("{:04x}:{:02x}:{:02x}.0".format(*parts)) & os.sched_getaffinity(0)

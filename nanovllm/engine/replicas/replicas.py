@@ -23,6 +23,7 @@ from nanovllm.engine.ranks.workers import WorkerError
 from nanovllm.engine.replicas import messages
 from nanovllm.engine.replicas.messages import PackedTensor, pack, unpack
 from nanovllm.engine.replicas.replica import ALIVE_SECONDS, ReplicaSeat, replica_main
+from nanovllm.engine.start.model_check import untie_other_head
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_size import meta_model
 from nanovllm.utils.interrupts import held_interrupt
@@ -146,7 +147,10 @@ class Replicas:
     @cached_property
     def model(self) -> DecoderForCausalLM:
         """Its names and shapes, without memory: what weights are checked against."""
-        return meta_model(self._config)
+        config = self._config
+        if config.load_format != "dummy" and config.hf_config.tie_word_embeddings:
+            untie_other_head(config)  # as each replica has done
+        return meta_model(config)
 
     def call(self, name: str, *args: Any, for_workers: object = None) -> None:
         """Run a method of `Replica` on all of them, and wait for it. Ctrl-C waits, too. Raises what one of them raises,

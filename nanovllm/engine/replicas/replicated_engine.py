@@ -4,7 +4,6 @@ import logging
 import os
 import time
 import weakref
-from itertools import chain
 from typing import Any
 
 from nanovllm.config import Config
@@ -86,15 +85,10 @@ class ReplicatedEngine(LLMEngine):
         """Of all replicas together, as they have last told: `steps` are those of all of them."""
         return self.scheduler.stats(self._seconds)
 
-    def abort_request(self, request_id: int | None = None) -> None:
-        """As LLM.abort_request. What a call returns of the request comes with a later step."""
-        with self._lock.no_other_thread("abort_request()"):
-            self._sequences.check_request_id(request_id, chain(self.scheduler.waiting, self.scheduler.running))
-            ids = None if request_id is None else [request_id]
-            (self.scheduler.abort if self._lock.user is BY_HAND else self.scheduler.ask_abort)(ids)
+    def _abort(self, request_ids: list[int] | None) -> None:
+        """What a call returns of the requests comes with a later step."""
+        (self.scheduler.abort if self._lock.user is BY_HAND else self.scheduler.ask_abort)(request_ids)
 
-    def reset_prefix_cache(self) -> None:
-        """As LLM.reset_prefix_cache."""
-        with self._lock.no_other_thread("reset_prefix_cache()"):
-            self.model_runner.call("reset_prefix_cache")
-            self.scheduler.forget_prefixes()
+    def _forget_prefixes(self) -> None:
+        self.model_runner.call("reset_prefix_cache")
+        self.scheduler.forget_prefixes()

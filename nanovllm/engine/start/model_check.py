@@ -8,6 +8,7 @@ from nanovllm.config import Config
 from nanovllm.models.loader import check_checkpoint, has_other_head
 from nanovllm.models.model_size import GIB, meta_model, model_bytes, packed_head_bytes
 from nanovllm.models.registry import model_class
+from nanovllm.utils.checks import require
 from nanovllm.utils.host_memory import host_memory
 
 if TYPE_CHECKING:
@@ -27,9 +28,16 @@ def check_model(config: Config, rank: int, free: int) -> None:
     Args:
         free: bytes of the rank's GPU; not read on a CPU.
     """
+    number = config.data_parallel_size
+    require(
+        "data_parallel_size",
+        number,
+        number == 1,
+        f"1 of one engine: LLM(model, data_parallel_size={number}) has several",
+    )
     has_files = rank == 0 and config.load_format != "dummy"
     if has_files and config.hf_config.tie_word_embeddings:
-        _untie_other_head(config)
+        untie_other_head(config)
     model = meta_model(config, rank)
     if has_files:
         check_checkpoint(model, config.model)
@@ -37,7 +45,7 @@ def check_model(config: Config, rank: int, free: int) -> None:
         _check_memory(config, model, rank, free)
 
 
-def _untie_other_head(config: Config) -> None:
+def untie_other_head(config: Config) -> None:
     if has_other_head(config.model, model_class(config.hf_config).checkpoint_prefixes):
         logger.warning(
             "%s: config.json ties the head to the embedding, but lm_head.weight is another matrix: it is loaded",
