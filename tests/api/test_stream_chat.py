@@ -83,11 +83,16 @@ def test_several_conversations_and_samples(llm, options):
 
 
 def test_messages_that_are_continued(llm):
-    let_it_say(llm, CHATS[0], "ab</think>cd<|im_end|>", len(llm.tokenizer.encode("a")))
+    """One answers, and the other thinks on."""
     chats = [[*CHATS[0], {"role": "assistant", "content": content}] for content in ("a", "<think>\na")]
     options = {"add_generation_prompt": False, "continue_final_message": True, "split_reasoning": True}
+    (first,) = llm.chat(chats[0], greedy(1), use_tqdm=False, **options)
+    let_it_say(llm, chats[0], "ab" * 20 + "</think>cd<|im_end|>", first["num_prompt_tokens"])
     for messages in (chats, chats[::-1]):
-        assert_like_chat(llm, messages, greedy(9), **options)
+        for num_tokens in (3, 45):  # before the end of the thinking, and after it
+            assert_like_chat(llm, messages, greedy(num_tokens), **options)
+    results = join(llm.stream_chat(chats, greedy(3), **options))
+    assert [bool(result["reasoning"]) for result in results.values()] == [False, True]
 
 
 @pytest.mark.parametrize("leave", LEAVING)
