@@ -26,6 +26,7 @@ with QuickExit():
         read_json,
     )
     from nanovllm.commands.parser import CommandParser, add_model
+    from nanovllm.commands.pull import add_pull
     from nanovllm.commands.verbosity import NORMAL, add_verbosity, set_up_logging
     from nanovllm.engine_options import EngineOptions
     from nanovllm.sampling_params import SamplingParams
@@ -74,6 +75,7 @@ def _make_parser(arguments: list[str]) -> CommandParser:
     _add_status(commands)
     _add_chat(commands)
     add_generate(commands)
+    add_pull(commands)
     _add_serve(commands)
     _add_fit(commands)
     _add_tune(commands)
