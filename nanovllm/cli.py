@@ -15,6 +15,7 @@ with QuickExit():
 
     from nanovllm import __version__
     from nanovllm.commands.bench import add_bench
+    from nanovllm.commands.completion import add_completion
     from nanovllm.commands.generate import add_generate
     from nanovllm.commands.options import (
         ENGINE,
@@ -81,6 +82,7 @@ def _make_parser(arguments: list[str]) -> CommandParser:
     _add_tune(commands)
     add_bench(commands)
     _add_eval(commands)
+    add_completion(commands, parser)
     add_verbosity(parser, default=NORMAL)
     for each in (parser, *commands.choices.values()):
         each.add_argument("--version", action="version", version=f"nanovllm {__version__}", help="print the version")
