@@ -16,6 +16,7 @@ with QuickExit():
     from nanovllm import __version__
     from nanovllm.commands.bench import add_bench
     from nanovllm.commands.completion import add_completion
+    from nanovllm.commands.eval import add_eval
     from nanovllm.commands.generate import add_generate
     from nanovllm.commands.options import (
         ENGINE,
@@ -81,7 +82,7 @@ def _make_parser(arguments: list[str]) -> CommandParser:
     _add_fit(commands)
     _add_tune(commands)
     add_bench(commands)
-    _add_eval(commands)
+    add_eval(commands)
     add_completion(commands, parser)
     add_verbosity(parser, default=NORMAL)
     for each in (parser, *commands.choices.values()):
@@ -266,27 +267,6 @@ def _status(options: argparse.Namespace) -> int:
         f"{num_prompt_tokens} prompt tokens, {num_completion_tokens} completion tokens, {status.seconds:.1f} s so far"
     )
     print(", ".join(f"{name}={value!r}" for name, value in status.job.items()))
-    return 0
-
-
-# -- eval --------------------------------------------------------------------------------------------------------------
-
-
-def _add_eval(commands: Any) -> None:
-    parser = commands.add_parser(
-        "eval", help="run lm-evaluation-harness (needs the extra eval)", add_help=False, reads_options=False
-    )
-    parser.set_defaults(run=_eval)
-
-
-def _eval(options: argparse.Namespace) -> int:
-    try:
-        from nanovllm.integrations.lm_eval import main as run_harness
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ImportError("needs lm-evaluation-harness: pip install 'nanovllm[eval]'") from error
-    run_harness(options.words)
     return 0
 
 
