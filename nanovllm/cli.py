@@ -200,8 +200,10 @@ def _run_batch(options: argparse.Namespace) -> int:
         if "json" not in given.get("structured_outputs", {}):
             options.parser.error("argument --additional-properties: needs --json-schema")
         given["structured_outputs"]["additional_properties"] = True
+    again = [word for word in options.arguments if word not in once]
+    to_go_on = f"Interrupted. To go on: {shlex.join(['nanovllm', *again])}"
     try:
-        with sigterm_as_interrupt():  # Imports take seconds.
+        with QuickExit(to_go_on, with_sigterm=True):
             from nanovllm.jobs import check_batch, run_batch
 
         if options.dry_run:
@@ -210,12 +212,11 @@ def _run_batch(options: argparse.Namespace) -> int:
             return _print_check(check_batch(**given))
         summary = run_batch(**given)
     except KeyboardInterrupt:
-        again = [word for word in options.arguments if word not in once]
-        print(f"\nInterrupted. To go on: {shlex.join(['nanovllm', *again])}", file=sys.stderr)
+        print(f"\n{to_go_on}", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
-        return _WRONG_CALL
+        return _WRONG_CALL if isinstance(error, _OF_CALLS) else _FAILED
     except (RuntimeError, MemoryError) as error:
         without = " and ".join(word for word in options.arguments if word in once)
         hint = f"\nThe same command goes on with the job{without and f', without {without}'}."
@@ -323,9 +324,10 @@ def _add_serve(commands: Any) -> None:
 
 def _serve(options: argparse.Namespace) -> int:
     try:
-        with sigterm_as_interrupt():
+        with QuickExit("nanovllm serve: interrupted, the server has ended", with_sigterm=True):
             from nanovllm.integrations.serving.server import serve
 
+        with sigterm_as_interrupt():
             serve(**given_options(options))
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
