@@ -96,7 +96,8 @@ def chat_in_terminal(
 def find_model(model: str, **options: Any) -> str | None:
     """What LLM takes for a model's name: the name, or a model of the hub that it means, if that may be downloaded. In a
     terminal a person is asked; None if they decline. Raises FileNotFoundError as `hub_model`."""
-    _tell(f"Starting {model} ...")  # The imports alone take seconds.
+    if options.get("use_tqdm", True):
+        _tell(f"Starting {model} ...")  # The imports alone take seconds.
     if Path(model).expanduser().exists():
         return model
     with QuickExit():

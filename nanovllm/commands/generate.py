@@ -96,8 +96,7 @@ def _print_answer(
         else:
             messages = [] if system is None else [{"role": "system", "content": system}]
             messages.append({"role": "user", "content": prompt})
-            kwargs = {"chat_template_kwargs": chat_template_kwargs, "split_reasoning": True}
-            deltas = llm.stream_chat(messages, params, **kwargs)
+            deltas = llm.stream_chat(messages, params, chat_template_kwargs=chat_template_kwargs, split_reasoning=True)
         _print_deltas(deltas, is_quiet)
 
 

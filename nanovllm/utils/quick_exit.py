@@ -1,7 +1,8 @@
-"""Ctrl-C while modules are imported. Nothing else is imported here, because it stands before all other imports."""
+"""Ctrl-C while modules are imported. Little else is imported here, because it stands before all other imports."""
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -16,7 +17,7 @@ class QuickExit:
     def __init__(self, message: str = "nanovllm: interrupted", with_sigterm: bool = False):
         """message: the line. with_sigterm: SIGTERM does the same."""
         self._message = message
-        self._usual = {signal.SIGINT: signal.default_int_handler}
+        self._usual: dict[int, Callable | signal.Handlers] = {signal.SIGINT: signal.default_int_handler}
         if with_sigterm:
             self._usual[signal.SIGTERM] = signal.SIG_DFL
         self._is_set: list[int] = []
@@ -34,7 +35,7 @@ class QuickExit:
     def __exit__(self, *exc_info: object) -> None:
         while self._is_set:
             number = self._is_set.pop()
-            signal.signal(number, self._usual[signal.Signals(number)])
+            signal.signal(number, self._usual[number])
 
     def _leave(self, number: int, frame: FrameType | None) -> NoReturn:
         try:

@@ -76,6 +76,15 @@ def test_a_model_that_only_thought(capsys, monkeypatch, caplog):
     assert "was cut after 2 tokens" in caplog.text
 
 
+def test_a_terminal_says_that_it_starts_and_how_fast_it_was(capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # --quiet would set it.
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    out, err = generate(capsys, DEMO, PROMPT, *GREEDY)
+    assert err.startswith(f"Starting {DEMO} ...\n")
+    assert "12 tokens, " in err
+    assert generate(capsys, DEMO, PROMPT, *GREEDY, "--quiet") == (out, "")
+
+
 def test_ctrl_c_says_that_the_answer_is_not_complete(capsys, monkeypatch):
     def stream(*args, **options):
         yield {"text": "half an", "content": "half an", "reasoning": "", "token_ids": [1], "finish_reason": None}
