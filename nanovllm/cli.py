@@ -4,7 +4,6 @@ from nanovllm.utils.quick_exit import QuickExit
 
 with QuickExit():
     import argparse
-    import json
     import logging
     import os
     import shlex
@@ -16,11 +15,23 @@ with QuickExit():
 
     from nanovllm import __version__
     from nanovllm.commands.bench import add_bench
+    from nanovllm.commands.completion import add_completion
+    from nanovllm.commands.eval import add_eval
+    from nanovllm.commands.generate import add_generate
+    from nanovllm.commands.options import (
+        ENGINE,
+        SAMPLING,
+        add_one_answer,
+        given_of_one_answer,
+        given_options,
+        json_object,
+        read_json,
+    )
     from nanovllm.commands.parser import CommandParser, add_model
-    from nanovllm.commands.verbosity import NORMAL, QUIET, add_verbosity, set_up_logging
+    from nanovllm.commands.pull import add_pull
+    from nanovllm.commands.verbosity import NORMAL, add_verbosity, set_up_logging
     from nanovllm.engine_options import EngineOptions
     from nanovllm.sampling_params import SamplingParams
-    from nanovllm.utils.checks import quoted
     from nanovllm.utils.command_options import add_options
     from nanovllm.utils.pages import page
     from nanovllm.utils.sigterm import sigterm_as_interrupt
@@ -65,11 +76,14 @@ def _make_parser(arguments: list[str]) -> CommandParser:
     _add_run_batch(commands, arguments)
     _add_status(commands)
     _add_chat(commands)
+    add_generate(commands)
+    add_pull(commands)
     _add_serve(commands)
     _add_fit(commands)
     _add_tune(commands)
     add_bench(commands)
-    _add_eval(commands)
+    add_eval(commands)
+    add_completion(commands, parser)
     add_verbosity(parser, default=NORMAL)
     for each in (parser, *commands.choices.values()):
         each.add_argument("--version", action="version", version=f"nanovllm {__version__}", help="print the version")
@@ -94,19 +108,6 @@ def _open_standard_files() -> None:
 
 # -- run-batch ---------------------------------------------------------------------------------------------------------
 
-# Options of SamplingParams that a shell can give, in the order of the help; the others belong into lines.
-_SAMPLING = (
-    *("temperature", "top_k", "top_p", "min_p", "min_tokens", "n", "logprobs", "presence_penalty"),
-    *("frequency_penalty", "repetition_penalty"),
-)
-_ENGINE = (
-    *("enforce_eager", "tensor_parallel_size", "data_parallel_size"),
-    *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
-    *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
-    *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
-    *("speculation", "max_speculative_tokens", "plain", "chat_format"),
-)
-
 
 def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     parser = commands.add_parser(
@@ -128,7 +129,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--template", metavar="TEXT", help="makes the prompt of columns: 'Summarise: {text}'")
     add("--system", metavar="TEXT", help="a system message; prompts become user messages")
     add("--chat-template", type=_file, metavar="FILE", help="a Jinja template instead of the tokenizer's")
-    add("--chat-template-kwargs", type=_json_object, metavar="JSON", help="variables of the chat template")
+    add("--chat-template-kwargs", type=json_object, metavar="JSON", help="variables of the chat template")
     help = "columns called as parameters, such as temperature or n, are data"
     add("--no-line-parameters", dest="line_parameters", action="store_false", default=None, help=help)
     help = "what a model thinks is a conversation's reasoning, and not its text"
@@ -153,7 +154,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     sampling.add_argument("--stop-token-ids", **several, type=int, metavar="N", help="tokens that end an answer")
     sampling.add_argument("--bad-words", **several, metavar="TEXT", help="texts that an answer must not have")
     help = "added to logits: '{\"1234\": -100}' (token id, number)"
-    sampling.add_argument("--logit-bias", type=_json_object, metavar="JSON", help=help)
+    sampling.add_argument("--logit-bias", type=json_object, metavar="JSON", help=help)
     help = "objects of the JSON schema may have other keys than their properties, as in the standard"
     sampling.add_argument("--additional-properties", action="store_true", default=None, help=help)
     form = sampling.add_mutually_exclusive_group()
@@ -161,23 +162,9 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     form.add_argument("--regex", metavar="TEXT", help="a regular expression that all answers match")
     form.add_argument("--choice", **several, metavar="TEXT", help="texts of which each answer is one")
     form.add_argument("--grammar", type=_file, metavar="FILE", help="a grammar of all answers, in Lark's form or GBNF")
-    add_options(sampling, SamplingParams, _SAMPLING)
-    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
+    add_options(sampling, SamplingParams, SAMPLING)
+    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, ENGINE)
     parser.set_defaults(run=_run_batch, parser=parser, arguments=arguments)
-
-
-def _json(text: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is not JSON: {error}") from None
-
-
-def _json_object(text: str) -> dict[str, Any]:
-    value = _json(text)
-    if not isinstance(value, dict):
-        raise argparse.ArgumentTypeError(f"{quoted(text)} is no JSON object, such as '{{\"name\": 1}}'")
-    return value
 
 
 def _port(text: str) -> int:
@@ -196,14 +183,7 @@ def _file(path: str) -> str:
 
 def _schema(text: str) -> Any:
     """JSON, or a file of it."""
-    return _json(text if text.lstrip().startswith("{") else _file(text))
-
-
-def _given(options: argparse.Namespace) -> dict[str, Any]:
-    """The options that were given, without what the parsers set for themselves."""
-    own = ("command", "run", "parser", "arguments", "sampling_names", "verbosity", "interrupted")
-    given = {name: value for name, value in vars(options).items() if value is not None and name not in own}
-    return given | ({"use_tqdm": False} if options.verbosity == QUIET else {})
+    return read_json(text if text.lstrip().startswith("{") else _file(text))
 
 
 def _run_batch(options: argparse.Namespace) -> int:
@@ -211,7 +191,7 @@ def _run_batch(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: -o/--output")
     # To go on with a job, the command is repeated without these.
     once = {"--overwrite"} | ({"--retry-errors"} if options.retry_errors is True else set())
-    given = _given(options)
+    given = given_options(options)
     given.pop("dry_run")
     for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar")):
         if name in given:
@@ -220,8 +200,10 @@ def _run_batch(options: argparse.Namespace) -> int:
         if "json" not in given.get("structured_outputs", {}):
             options.parser.error("argument --additional-properties: needs --json-schema")
         given["structured_outputs"]["additional_properties"] = True
+    again = [word for word in options.arguments if word not in once]
+    to_go_on = f"Interrupted. To go on: {shlex.join(['nanovllm', *again])}"
     try:
-        with sigterm_as_interrupt():  # Imports take seconds.
+        with QuickExit(to_go_on, with_sigterm=True):
             from nanovllm.jobs import check_batch, run_batch
 
         if options.dry_run:
@@ -230,12 +212,11 @@ def _run_batch(options: argparse.Namespace) -> int:
             return _print_check(check_batch(**given))
         summary = run_batch(**given)
     except KeyboardInterrupt:
-        again = [word for word in options.arguments if word not in once]
-        print(f"\nInterrupted. To go on: {shlex.join(['nanovllm', *again])}", file=sys.stderr)
+        print(f"\n{to_go_on}", file=sys.stderr)
         return _INTERRUPTED
     except (ValueError, TypeError, ImportError, OSError) as error:
         print(f"nanovllm run-batch: {error}", file=sys.stderr)
-        return _WRONG_CALL
+        return _WRONG_CALL if isinstance(error, _OF_CALLS) else _FAILED
     except (RuntimeError, MemoryError) as error:
         without = " and ".join(word for word in options.arguments if word in once)
         hint = f"\nThe same command goes on with the job{without and f', without {without}'}."
@@ -290,27 +271,6 @@ def _status(options: argparse.Namespace) -> int:
     return 0
 
 
-# -- eval --------------------------------------------------------------------------------------------------------------
-
-
-def _add_eval(commands: Any) -> None:
-    parser = commands.add_parser(
-        "eval", help="run lm-evaluation-harness (needs the extra eval)", add_help=False, reads_options=False
-    )
-    parser.set_defaults(run=_eval)
-
-
-def _eval(options: argparse.Namespace) -> int:
-    try:
-        from nanovllm.integrations.lm_eval import main as run_harness
-    except ModuleNotFoundError as error:
-        if error.name != "lm_eval":
-            raise
-        raise ImportError("needs lm-evaluation-harness: pip install 'nanovllm[eval]'") from error
-    run_harness(options.words)
-    return 0
-
-
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
@@ -322,25 +282,15 @@ def _add_chat(commands: Any) -> None:
         "what the model's generation_config.json recommends unless options say otherwise.",
     )
     parser.add_argument("model", help="a directory or a hub id")
-    parser.add_argument("--system", metavar="TEXT", help="a system message")
-    kwargs_help = """variables of the chat template, such as '{"enable_thinking": false}'"""
-    parser.add_argument("--chat-template-kwargs", type=_json_object, metavar="JSON", help=kwargs_help)
-    sampling = parser.add_argument_group("sampling (docs/reference.md)")
-    sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: no limit")
-    sampling.add_argument("--seed", type=int, metavar="N", help="makes the answers reproducible")
-    names = [name for name in _SAMPLING if name not in ("n", "logprobs")]
-    add_options(sampling, SamplingParams, names)
-    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
-    parser.set_defaults(run=_chat, sampling_names=["max_tokens", "seed", *names])
+    add_one_answer(parser)
+    parser.set_defaults(run=_chat)
 
 
 def _chat(options: argparse.Namespace) -> int:
     with QuickExit():
         from nanovllm.terminal_chat import chat_in_terminal
 
-    given = _given(options)
-    sampling = {name: given.pop(name) for name in options.sampling_names if name in given}
-    chat_in_terminal(**given, sampling=sampling)
+    chat_in_terminal(**given_of_one_answer(options))
     return 0
 
 
@@ -368,16 +318,17 @@ def _add_serve(commands: Any) -> None:
     calls_help = "give calls of a request's tools as tool_calls, apart from the content"
     parser.add_argument("--split-tool-calls", action="store_true", help=calls_help)
     parser.add_argument("--access-log", action="store_true", help="write a line about each request to standard error")
-    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, _ENGINE)
+    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, ENGINE)
     parser.set_defaults(run=_serve, interrupted="the server has ended")
 
 
 def _serve(options: argparse.Namespace) -> int:
     try:
-        with sigterm_as_interrupt():
+        with QuickExit("nanovllm serve: interrupted, the server has ended", with_sigterm=True):
             from nanovllm.integrations.serving.server import serve
 
-            serve(**_given(options))
+        with sigterm_as_interrupt():
+            serve(**given_options(options))
     except ModuleNotFoundError as error:
         if error.name not in ("starlette", "uvicorn"):
             raise
@@ -419,7 +370,7 @@ def _gib(text: str) -> float:
 
 
 def _fit(options: argparse.Namespace) -> int:
-    given = _given(options)
+    given = given_options(options)
     with QuickExit():
         from nanovllm.fit import print_fit
         from nanovllm.fit_gpus import print_divisions

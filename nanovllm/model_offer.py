@@ -11,7 +11,7 @@ import torch
 
 from nanovllm.fit import Question, advice, cpu_place, gpu_place
 from nanovllm.models.model_size import GIB
-from nanovllm.models.presets import find_chat_model, similar_presets
+from nanovllm.models.presets import meant_chat_model
 from nanovllm.utils.checks import quoted
 
 _SPARE_DISK = GIB // 4
@@ -63,12 +63,8 @@ def hub_model(model: str, ask: Callable[[str], str] | None, tell: Callable[[str]
 
     Raises FileNotFoundError, with the hub id, if no one can answer, and with similar names for a mistyped one.
     """
-    found = find_chat_model(model)
+    found = meant_chat_model(model)
     if found is None:
-        similar = map(find_chat_model, similar_presets(model)) if "/" not in model else ()
-        names = [each[0] for each in similar if each is not None]
-        if names:
-            raise FileNotFoundError(f"model={quoted(model)}: no such directory; did you mean {' or '.join(names)}?")
         return model
     hub_id, preset = found
     if model != hub_id and is_downloaded(hub_id, options.get("revision")):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.terminal_input import find_command, read_messages, terminal_reader
+from nanovllm.utils.quick_exit import QuickExit
 
 if TYPE_CHECKING:
     from nanovllm.engine.text.chat import Conversation
@@ -48,17 +49,12 @@ def chat_in_terminal(
     """
     SamplingParams(**(sampling or {}))  # A wrong option is found before the weights are loaded.
     options = {"max_num_seqs": 1} | options
-    _tell(f"Starting {model} ...")  # The imports alone take seconds.
-    if not Path(model).expanduser().exists():
-        from nanovllm.model_offer import hub_model
-
-        ask = input if sys.stdin.isatty() and sys.stdout.isatty() else None
-        chosen = hub_model(model, ask, print, **options)
-        if chosen is None:
-            print("Nothing was downloaded.")
-            return
-        model = chosen
-    from nanovllm.llm import LLM
+    found = find_model(model, **options)
+    if found is None:
+        return
+    model = found
+    with QuickExit():
+        from nanovllm.llm import LLM
 
     with LLM(model, **options) as llm:
         params = replace(llm.get_default_sampling_params(), **{"max_tokens": None} | (sampling or {}))
@@ -95,6 +91,28 @@ def chat_in_terminal(
                 print(f"{error}\n/clear forgets the conversation.", file=sys.stderr)
                 continue
             conversation += [question, {"role": "assistant", **answer}]
+
+
+def find_model(model: str, **options: Any) -> str | None:
+    """What LLM takes for a model's name: the name, or a model of the hub that it means, if that may be downloaded. In a
+    terminal a person is asked; None if they decline. Raises FileNotFoundError as `hub_model`."""
+    if options.get("use_tqdm", True):
+        _tell(f"Starting {model} ...")  # The imports alone take seconds.
+    if Path(model).expanduser().exists():
+        return model
+    with QuickExit():
+        from nanovllm.model_offer import hub_model
+
+    chosen = hub_model(model, _ask if sys.stdin.isatty() and sys.stderr.isatty() else None, _tell, **options)
+    if chosen is None:
+        _tell("Nothing was downloaded.")
+    return chosen
+
+
+def _ask(question: str) -> str:
+    """As input(), which asks on standard output where that is the terminal."""
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline()
 
 
 def _tell(text: str) -> None:

@@ -23,6 +23,7 @@ OPTIONAL += [
     "nbclient",
     "matplotlib",
     "prompt_toolkit",
+    "shtab",
 ]
 
 

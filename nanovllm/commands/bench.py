@@ -13,15 +13,8 @@ from nanovllm.utils.command_options import add_options
 from nanovllm.utils.quick_exit import QuickExit
 
 ENGINE_OPTIONS = (
-    *(
-        "load_format",
-        "quantization",
-        "tensor_parallel_size",
-        "data_parallel_size",
-        "enforce_eager",
-        "attention_backend",
-        "dtype",
-    ),
+    *("load_format", "quantization", "tensor_parallel_size", "data_parallel_size"),
+    *("enforce_eager", "attention_backend", "dtype"),
     *("kv_cache_dtype", "device", "max_model_len", "max_num_batched_tokens", "mixed_step_rows", "num_kvcache_blocks"),
     *("state_dtype", "speculation", "max_speculative_tokens", "enable_prefix_caching", "overlap_steps", "plain"),
 )

@@ -3,16 +3,18 @@
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+from nanovllm.models.hub_errors import download_error
 from nanovllm.models.other_formats import describe_gguf
-from nanovllm.utils.checks import one_line, quoted
+from nanovllm.utils.checks import quoted
 
 _LFS_POINTER = b"version https://git-lfs"
 
 WEIGHT_FILES = ("*.safetensors",)
 # Mistral's repositories hold the weights twice. What is in folders belongs to other parts or programs.
 _UNUSED = ["consolidated*.safetensors", "*/*.safetensors"]
+_OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth")
 OTHER_FILES = ("*.json", "*.txt", "*.jinja", "*.model")  # configurations and tokenizers
 
 
@@ -39,20 +41,63 @@ def find_directory(name: str, option: str) -> Path | None:
 
 
 def download(name: str, option: str, patterns: tuple[str, ...], revision: str | None = None) -> str:
-    """Download the files of a hub id that match the patterns; returns the local directory. Raises FileNotFoundError if
-    the hub has no such model."""
+    """Download the files of a hub id that match the patterns; returns the local directory. Those that are there are
+    kept. Raises FileNotFoundError if the hub does not give the model, OSError if the disk does not take it."""
     from huggingface_hub import snapshot_download
 
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
-        raise FileNotFoundError(f"{option}={quoted(name)}: no such directory")
+    check_hub_id(name, option)
     try:
         return snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_UNUSED)
     except Exception as error:
-        at = "" if revision is None else f" (revision {quoted(revision)})"
-        raise FileNotFoundError(
-            f"{option}={quoted(name)}: no such directory, and as a hub id{at} it cannot be downloaded: "
-            f"{one_line(error)}"
-        ) from error
+        raise download_error(error, name, _asked(name, option, revision)) from error
+
+
+class HubFile(NamedTuple):
+    """A file that `download` takes.
+
+    Attributes:
+        size: in bytes.
+        is_here: whether the hub's folder on this disk has it already.
+    """
+
+    name: str
+    size: int
+    is_here: bool
+
+
+def hub_files(name: str, patterns: tuple[str, ...], revision: str | None = None) -> list[HubFile]:
+    """The files of a hub id that match the patterns, as the hub lists them. Raises FileNotFoundError as `download`, and
+    ValueError if weights are wanted and the hub has none that are read here."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.utils import filter_repo_objects
+
+    check_hub_id(name, "model")
+    try:
+        info = HfApi().model_info(name, revision=revision, files_metadata=True)
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        names = list(filter_repo_objects(sizes, allow_patterns=list(patterns), ignore_patterns=_UNUSED))
+        found = [
+            HubFile(each, sizes[each], isinstance(try_to_load_from_cache(name, each, revision=info.sha), str))
+            for each in names
+        ]
+    except Exception as error:
+        raise download_error(error, name, _asked(name, "model", revision)) from error
+    if set(WEIGHT_FILES) <= set(patterns) and not any(each.endswith(".safetensors") for each in names):
+        others = sorted({Path(each).suffix for each in sizes if Path(each).suffix in _OTHER_WEIGHTS})
+        has = f"; it has {', '.join(others)}" if others else ""
+        raise ValueError(f"model={quoted(name)}: has no weights in .safetensors, which are those that are read{has}")
+    return found
+
+
+def check_hub_id(name: str, option: str) -> None:
+    """Raises FileNotFoundError for what can only be a directory that is not there."""
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise FileNotFoundError(f"{option}={quoted(name)}: no such directory")
+
+
+def _asked(name: str, option: str, revision: str | None) -> str:
+    at = "" if revision is None else f" (revision {quoted(revision)})"
+    return f"{option}={quoted(name)}: no such directory, and as a hub id{at}"
 
 
 def read_json(file: Path) -> dict[str, Any]:

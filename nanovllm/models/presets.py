@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm.models.hf_config import plain_config, with_layer_types
+from nanovllm.utils.checks import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -52,6 +53,16 @@ def find_chat_model(model: str) -> tuple[str, str] | None:
         if model.lower() in (each.lower() for each in (name, chat_name, hub_id)):
             return hub_id, name
     return None
+
+
+def meant_chat_model(model: str) -> tuple[str, str] | None:
+    """As find_chat_model. Raises FileNotFoundError, with similar names, for one that is mistyped."""
+    found = find_chat_model(model)
+    if found is None and "/" not in model:
+        similar = map(find_chat_model, similar_presets(model))
+        if names := [each[0] for each in similar if each is not None]:
+            raise FileNotFoundError(f"model={quoted(model)}: no such directory; did you mean {' or '.join(names)}?")
+    return found
 
 
 def preset_config(name: str) -> "PreTrainedConfig":

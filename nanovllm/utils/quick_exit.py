@@ -1,7 +1,8 @@
-"""Ctrl-C while modules are imported. Nothing else is imported here, because it stands before all other imports."""
+"""Ctrl-C while modules are imported. Little else is imported here, because it stands before all other imports."""
 
 import os
 import signal
+from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
@@ -13,23 +14,31 @@ class QuickExit:
     Ctrl-C in its own way. For imports: they take seconds, leave nothing behind, and a KeyboardInterrupt
     inside of torch's aborts the process. Use as a context manager."""
 
+    def __init__(self, message: str = "nanovllm: interrupted", with_sigterm: bool = False):
+        """message: the line. with_sigterm: SIGTERM does the same."""
+        self._message = message
+        self._usual: dict[int, Callable | signal.Handlers] = {signal.SIGINT: signal.default_int_handler}
+        if with_sigterm:
+            self._usual[signal.SIGTERM] = signal.SIG_DFL
+        self._is_set: list[int] = []
+
     def __enter__(self) -> None:
-        self._is_set = False
-        if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # Also within another such block.
-            return
-        try:
-            signal.signal(signal.SIGINT, _leave)
-            self._is_set = True
-        except ValueError:  # Not the main thread, which alone gets signals.
-            pass
+        for number, usual in self._usual.items():
+            if signal.getsignal(number) is not usual:  # Also within another such block.
+                continue
+            try:
+                signal.signal(number, self._leave)
+                self._is_set.append(number)
+            except ValueError:  # Not the main thread, which alone gets signals.
+                pass
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._is_set:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        while self._is_set:
+            number = self._is_set.pop()
+            signal.signal(number, self._usual[number])
 
-
-def _leave(number: int, frame: FrameType | None) -> NoReturn:
-    try:
-        os.write(2, b"\nnanovllm: interrupted\n")
-    finally:
-        os._exit(_INTERRUPTED)
+    def _leave(self, number: int, frame: FrameType | None) -> NoReturn:
+        try:
+            os.write(2, os.fsencode(f"\n{self._message}\n"))
+        finally:
+            os._exit(_INTERRUPTED)

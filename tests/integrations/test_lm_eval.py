@@ -214,8 +214,8 @@ def test_wrong_requests(models):
 def test_the_command_line(tiny, tmp_path, monkeypatch):
     # To read the harness's own tasks, of which there are thousands, takes most of the time.
     monkeypatch.setattr(TaskManager, "__init__", partialmethod(TaskManager.__init__, include_defaults=False))
-    model_args = f"pretrained={tiny},max_length=300,kvcache_block_size=16,kvcache_gib=0.1"
-    command = ["eval", "--model_args", model_args, "--tasks", CHOICES, "--include_path", "."]
+    model_args = "max_length=300,kvcache_block_size=16,kvcache_gib=0.1"
+    command = ["eval", str(tiny), "--model_args", model_args, "--tasks", CHOICES, "--include_path", "."]
     assert main([*command, "--limit", "4", "--output_path", str(tmp_path / "out.json")]) == 0
     (file,) = tmp_path.rglob("*.json")
     result = json.loads(file.read_text())

@@ -170,6 +170,27 @@ def test_ctrl_c_while_modules_are_imported():
     assert "KeyboardInterrupt" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("module", "command", "line"),
+    [
+        ("jobs", ["run-batch", "m", "-i", "a", "-o", "b"], "Interrupted. To go on: nanovllm run-batch m -i a -o b"),
+        ("integrations.serving.server", ["serve", "m"], "nanovllm serve: interrupted, the server has ended"),
+    ],
+)
+@pytest.mark.parametrize("number", ["SIGINT", "SIGTERM"])
+def test_a_signal_while_torch_is_imported(module, command, line, number):
+    """It ends the process itself: a KeyboardInterrupt inside of torch's code may abort it, or change its status."""
+    program = (
+        "import signal, sys, types; from nanovllm.cli import main; module = types.ModuleType('slow')\n"
+        "def slow(name):\n"
+        f"    try: signal.raise_signal(signal.{number})\n"
+        "    except BaseException: print('swallowed')\n"
+        f"module.__getattr__ = slow; sys.modules['nanovllm.{module}'] = module; main({command})"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", f"\n{line}\n")
+
+
 def test_ctrl_c_in_bench(capsys, monkeypatch):
     def interrupt(*args):
         raise KeyboardInterrupt
@@ -323,7 +344,7 @@ def answered(monkeypatch):
 BATCH = ["run-batch", "-i", "a.jsonl", "b.jsonl", "-o", "answers", "--model", "m"]
 
 
-def test_run_batch_passes_on_what_is_given(answered, capsys):
+def test_run_batch_passes_on_what_is_given(answered, capsys, monkeypatch):
     arguments = ["--temperature", "0.6", "--max-tokens", "512", "--stop", "x", "--chat-template-kwargs", '{"a": false}']
     arguments += ["-i", "c.jsonl", "--stop", "y", "z"]
     assert main([*BATCH, *arguments, "--max-model-len", "2048", "--enforce-eager"]) == 0
@@ -341,7 +362,11 @@ def test_run_batch_passes_on_what_is_given(answered, capsys):
         "overwrite": False,
         "retry_errors": False,
     }
-    assert capsys.readouterr().out == "3 of 3 lines answered in answers: 7 tokens; this call took 1.0 s\n"
+    said = capsys.readouterr().out
+    assert said == "3 of 3 lines answered in answers: 7 tokens; this call took 1.0 s\n"
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # --quiet would set it.
+    assert main([*BATCH, "--quiet"]) == 0
+    assert (answered["arguments"]["use_tqdm"], capsys.readouterr().out) == (False, said)
 
 
 @pytest.mark.parametrize(
@@ -374,6 +399,7 @@ def test_the_exit_status_of_run_batch(answered, capsys):
         (Summary(3, 1, 2, 5, 7, 1.0), 3, f"2 lines failed: {Path('answers', '_errors.jsonl')} says why"),
         (ValueError("format='x'"), 2, "nanovllm run-batch: format='x'"),
         (FileNotFoundError("no such file"), 2, "nanovllm run-batch: no such file"),
+        (OSError(28, "No space left on device"), 1, "nanovllm run-batch: [Errno 28] No space left on device\n"),
         (JobError("full"), 1, "full\nThe same command goes on with the job, without --overwrite and --retry-errors.\n"),
         (KeyboardInterrupt(), 130, f"Interrupted. To go on: nanovllm {' '.join(BATCH)}\n"),
     ):
