@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.fingerprint import Fingerprint, engine_fingerprint
 from nanovllm.jobs.generate_actor import SharedEngine, start_engine
+from nanovllm.jobs.progress import Generated, generated
 from nanovllm.jobs.reader import Prepared
-from nanovllm.jobs.writer import Output, make_rows
+from nanovllm.jobs.writer import Finished, Output, make_rows
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.checks import one_line
 
@@ -25,6 +26,13 @@ class Started(NamedTuple):
 
     fingerprint: Fingerprint  # of its model
     error: Exception | None  # a wrong option or model, as this machine has it
+
+
+class Exchanged(NamedTuple):
+    """What an engine has done since it was last asked."""
+
+    rows: list[Finished]
+    generated: Generated  # since it has started
 
 
 class RayEngine:
@@ -45,8 +53,8 @@ class RayEngine:
         return Started(engine_fingerprint(engine.llm), None)
 
     def exchange(self, lines: bytes, pause: float) -> bytes:
-        """Take a pickled list of Prepared, and return one of Finished: what is complete after at most this many
-        seconds."""
+        """Take a pickled list of Prepared, and return an Exchanged, pickled: what is complete after at most this
+        many seconds."""
         new: list[Prepared] = pickle.loads(lines)
         self._engine.submit(new, self._finished.put)
         self._num_lines += len(new)
@@ -56,7 +64,7 @@ class RayEngine:
             time.sleep(_TICK_SECONDS)
         outputs = [self._finished.get() for _ in range(self._finished.qsize())]
         self._num_lines -= len(outputs)
-        return pickle.dumps(make_rows(outputs, self._responder))
+        return pickle.dumps(Exchanged(make_rows(outputs, self._responder), generated(self._engine.llm)))
 
 
 def on_any_machine(arguments: Arguments) -> Arguments:

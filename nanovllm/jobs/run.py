@@ -27,7 +27,7 @@ from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
 from nanovllm.jobs.lines import Row, from_json
 from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
-from nanovllm.jobs.progress import Progress
+from nanovllm.jobs.progress import Progress, generated
 from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.work import Work
 from nanovllm.jobs.writer import Finished, Writer, make_rows
@@ -362,7 +362,7 @@ class _Job:
         writer = Writer(PartWriter(self.folder, self.parquet), finish, self.ordered, work.early)
         before = self.counts
         num_done = before.answered + before.failed + len(work.early)
-        progress = Progress(work.num_lines, num_done, before.failed, self.use_tqdm)
+        progress = Progress(work.num_lines, num_done, before.failed, self.use_tqdm, self.arguments.max_len)
         try:
             if self.cluster is None:
                 self._answer_here(work, writer, progress)
@@ -376,11 +376,11 @@ class _Job:
     def _answer_on_ray(self, cluster: Cluster, work: Work, writer: Writer, progress: Progress) -> None:
         from nanovllm.jobs.ray_job import EngineDied, RayEngines
 
-        def begin(files: Fingerprint) -> None:
-            """An engine has started."""
+        def begin(engines: RayEngines, files: Fingerprint) -> None:
+            """One of the engines has started."""
             self._check_same_model(files)
             if not progress.has_begun:
-                self.start = progress.begin()
+                self.start = progress.begin(engines.generated)
 
         # Some seconds pass until Ray has started. Meanwhile the readers get ready.
         num_readers = 1 if self.ordered else min(available_cores(), -(-(cluster.replicas or 8) // 4))
@@ -395,7 +395,7 @@ class _Job:
         with work.read(1) as readers, self.arguments.engine() as llm, writer, progress:
             if not isinstance(self.arguments.model, LLM):
                 self._check_same_model(engine_fingerprint(llm))
-            self.start = progress.begin()
+            self.start = progress.begin(partial(generated, llm))
             self._generate(llm, chain.from_iterable(readers), writer, progress)
 
     def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
@@ -407,7 +407,7 @@ class _Job:
             for prepared in lines:
                 if prepared.line is None:
                     writer.put((prepared, {"error": prepared.error}))
-                    progress.add(0, num_failed=1)
+                    progress.add(0, is_failed=True)
                     continue
                 while self.ordered and prepared.position - writer.num_in_order > _MAX_AHEAD:
                     if under_way:
@@ -415,6 +415,7 @@ class _Job:
                     else:
                         time.sleep(_PAUSE_SECONDS)  # The writer has all that it needs.
                 under_way[next(indices)] = prepared
+                progress.hand_out(prepared.line)
                 yield prepared.line.prompt, prepared.line.params
 
         pairs, same_pairs = tee(requests())
@@ -423,7 +424,8 @@ class _Job:
         with closing(outputs):
             for index, output in outputs:
                 writer.put((under_way.pop(index), output))
-                progress.add(len(output["token_ids"]), num_failed="error" in output)
+                samples = output.get("samples") or [output]
+                progress.add(sum(len(sample["token_ids"]) for sample in samples), "error" in output)
                 if writer.error is not None:
                     return
 
