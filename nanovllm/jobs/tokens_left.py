@@ -4,10 +4,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+_MAX_UNKNOWN = 0.1  # An estimate of which a larger share comes from the limit is a bound.
+
 
 class Left(NamedTuple):
     num_tokens: float
-    is_most: bool  # a bound: no answer is finished that is as long as those under way
+    is_most: bool  # a bound: too few of the finished answers are as long as those under way
 
 
 class TokensLeft:
@@ -41,15 +43,15 @@ class TokensLeft:
         """
         reached = int(num_tokens_begun / num_begun) if num_begun else 0
         counts = self._counts[: self._longest + 1]
-        at_risk = counts[::-1].cumsum()[::-1] + num_begun * (np.arange(len(counts)) <= reached)
-        longer = np.cumprod(1 - counts / at_risk)  # by a length: the share of answers that is longer
-        # Of these nothing is known but the limit.
-        beyond = float(longer[-1]) if len(longer) else 1.0
-        rest = max(0, limit - len(longer))
-        each = float(longer.sum()) + beyond * rest
+        # Only the mean of those under way is known. They count as if they were spread evenly from 0 to twice that.
+        under_way = num_begun * np.clip(1 - np.arange(len(counts)) / (2 * reached + 1), 0, 1)
+        longer = np.cumprod(1 - counts / (counts[::-1].cumsum()[::-1] + under_way))  # the share longer than a length
+        beyond = float(longer[-1]) if len(longer) else 1.0  # the share of which nothing is known but the limit
+        of_limit = beyond * max(0, limit - len(longer))
+        known, unknown = num_waiting * float(longer.sum()), num_waiting * of_limit
         if reached < len(longer) and longer[reached] > 0:
-            each_begun = (float(longer[reached:].sum()) + beyond * rest) / float(longer[reached])
+            known += num_begun * float(longer[reached:].sum() / longer[reached])
+            unknown += num_begun * of_limit / float(longer[reached])
         else:
-            each_begun = float(max(1, limit - reached))
-        is_most = beyond > 0 and num_begun + num_waiting > 0
-        return Left(num_begun * each_begun + num_waiting * each, is_most)
+            unknown += num_begun * max(1, limit - reached)
+        return Left(known + unknown, unknown > _MAX_UNKNOWN * (known + unknown))

@@ -83,6 +83,14 @@ def test_the_time_left_is_near_the_truth(longest):
         batch.steps(20)
 
 
+def test_the_first_answers_are_the_shortest():
+    batch = Batch([60 + i % 200 for i in range(400)], num_slots=128, limit=259)
+    batch.steps(60)
+    while batch.num_left > 20_000:
+        assert batch.seconds_left > 0.75 * batch.num_left / 128
+        batch.steps(10)
+
+
 def test_the_speed_is_that_of_the_last_seconds():
     batch = Batch([1000] * 20, num_slots=2, limit=1000)
     batch.steps(50)
