@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.fingerprint import Fingerprint, engine_fingerprint
+from nanovllm.jobs.first_lines import Packages
 from nanovllm.jobs.generate_actor import SharedEngine, start_engine
 from nanovllm.jobs.progress import Generated, generated
 from nanovllm.jobs.reader import Prepared
@@ -33,6 +34,7 @@ class Exchanged(NamedTuple):
 
     rows: list[Finished]
     generated: Generated  # since it has started
+    error: Exception | None = None  # a missing package, which ends the job
 
 
 class RayEngine:
@@ -40,6 +42,7 @@ class RayEngine:
 
     _engine: SharedEngine
     _responder: Responder
+    _packages: Packages
     _num_lines = 0  # that it has
 
     def start(self, arguments: Arguments, num_threads: int) -> Started:
@@ -49,6 +52,7 @@ class RayEngine:
             kind = OSError if isinstance(error, OSError) else ValueError
             return Started({}, kind(f"{error if str(error) else one_line(error)} (on {socket.gethostname()})"))
         self._engine, self._responder = engine, arguments.responder()
+        self._packages = Packages(engine.llm)
         self._finished: queue.SimpleQueue[tuple[Prepared, Output]] = queue.SimpleQueue()
         return Started(engine_fingerprint(engine.llm), None)
 
@@ -56,6 +60,13 @@ class RayEngine:
         """Take a pickled list of Prepared, and return an Exchanged, pickled: what is complete after at most this
         many seconds."""
         new: list[Prepared] = pickle.loads(lines)
+        try:
+            for prepared in new:
+                if prepared.line is not None:
+                    self._packages.check(prepared.line)
+        except ImportError as error:
+            missing = ImportError(f"{error} (on {socket.gethostname()})")
+            return pickle.dumps(Exchanged([], generated(self._engine.llm), missing))
         self._engine.submit(new, self._finished.put)
         self._num_lines += len(new)
         deadline = time.monotonic() + pause

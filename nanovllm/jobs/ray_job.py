@@ -105,7 +105,8 @@ class RayEngines:
             writer: of rows, not of outputs.
             max_ahead: in order, lines that are handed out beyond the last one that is written. None: in any order.
 
-        Raises EngineDied, ValueError for a damaged file, and ValueError or OSError for an engine that cannot start.
+        Raises EngineDied, ValueError for a damaged file, ValueError or OSError for an engine that cannot start, and
+        ImportError for a package that a line needs and an engine's machine lacks.
         """
         self._lines, self._num_left, self._writer, self._progress = _Lines(readers), num_lines, writer, progress
         self._max_ahead = max_ahead
@@ -180,6 +181,8 @@ class RayEngines:
                 engine.has_started, engine.num_starts = True, 0
             else:
                 exchanged: Exchanged = pickle.loads(result)
+                if exchanged.error is not None:
+                    raise exchanged.error
                 for row in exchanged.rows:
                     del engine.lines[row.position]
                     engine.num_returned += row.num_completion_tokens

@@ -21,7 +21,7 @@ from nanovllm import LLM, NO_PROMPT, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, line_bar
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
-from nanovllm.jobs.first_lines import check_first_lines
+from nanovllm.jobs.first_lines import Packages, check_first_lines
 from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
 from nanovllm.jobs.lines import Row, from_json
@@ -401,6 +401,7 @@ class _Job:
     def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         under_way: dict[int, Prepared] = {}
+        packages = Packages(llm)
 
         def requests() -> Iterator[tuple[Any, Any]]:
             indices = count()
@@ -414,6 +415,7 @@ class _Job:
                         yield NO_PROMPT, None
                     else:
                         time.sleep(_PAUSE_SECONDS)  # The writer has all that it needs.
+                packages.check(prepared.line)
                 under_way[next(indices)] = prepared
                 progress.hand_out(prepared.line)
                 yield prepared.line.prompt, prepared.line.params

@@ -338,6 +338,18 @@ def test_a_missing_package_and_a_forgotten_column_write_nothing(job, answers, mo
         job([{"text": "a"}], output=answers.with_name("others"))
 
 
+def test_a_missing_package_that_only_a_later_line_needs_stops_the_job(job, answers, monkeypatch):
+    pytest.importorskip("llguidance")
+    rows = prompts(5)
+    rows[3] |= {"structured_outputs": {"regex": "a+"}}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(ImportError, match=r"^structured_outputs need llguidance .*pip install llguidance$"):
+            job(rows)
+    assert not (answers / "_errors.jsonl").exists()
+    assert job(rows)[1:3] == (5, 0)  # after its installation
+
+
 def test_a_job_without_an_answer_may_change_its_options(job, answers):
     rows = prompts(3)
     with interrupted_after(1), pytest.raises(KeyboardInterrupt):
