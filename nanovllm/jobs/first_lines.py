@@ -36,12 +36,12 @@ def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChec
             # A prompt that is too long is refused before its parameters are looked at.
             of_options = [error for error in errors if error is None or str(error).startswith("sampling_params")]
             if of_options and None not in of_options:
-                raise _of_options(of_options[0])
+                raise error_of_call(of_options[0])
         found = iter(checker.check(prompts, [line.params for line in lines]))
         for prepared in batch:
             error = prepared.error if prepared.line is None else next(found)
             if isinstance(error, ImportError):
-                raise _of_options(error)
+                raise error_of_call(error)
             if error is None:
                 return
             if first is None:
@@ -72,11 +72,12 @@ class Packages:
         prompt: Any = line.prompt
         (error,) = self._checker.check([prompt], [params])
         if isinstance(error, ImportError):
-            raise _of_options(error)
+            raise error_of_call(error)
         self._are_here = error is None
 
 
-def _of_options(error: Exception | None) -> Exception:
+def error_of_call(error: Exception | None) -> Exception:
+    """What an error of a line becomes that is none of the line's."""
     kind = ImportError if isinstance(error, ImportError) else ValueError
     return kind(_without_place(str(error)))
 

@@ -13,6 +13,7 @@ from typing_extensions import Self
 from nanovllm import LLM
 from nanovllm.jobs.arguments import line_bar
 from nanovllm.jobs.lines import Line
+from nanovllm.jobs.time_and_price import time_in_words
 from nanovllm.jobs.tokens_left import Left, TokensLeft
 
 SECONDS_BETWEEN_LINES = 30.0
@@ -133,6 +134,11 @@ class Progress:
         return f"{self._num_done:,} of {self._total:,} lines, {self._num_failed} errors, {self._share_and_text()[1]}"
 
     @property
+    def num_generated(self) -> int:
+        """Tokens since the clock has started."""
+        return self._read().num_tokens - self._first
+
+    @property
     def _num_done(self) -> int:
         return self._before + self._answers.num_finished
 
@@ -148,12 +154,12 @@ class Progress:
         left = self._left(num_tokens, num_running)
         if not rate or left is None:
             return of_lines, text
-        in_words = f"{text}, {'at most ' if left.is_most else ''}{_in_words(left.num_tokens / rate)} left"
+        text = f"{text}, {'at most ' if left.is_most else ''}{time_in_words(left.num_tokens / rate)} left"
         # Lines of an earlier call count as long as those of this one.
         here = (self._total - self._before) / self._total
         share = num_tokens - self._first
         share = (1 - here) + here * share / (share + left.num_tokens)
-        return share, in_words
+        return share, text
 
     def _left(self, num_tokens: int, num_running: int) -> Left | None:
         """None if nothing can be told, or nothing is left."""
@@ -174,9 +180,3 @@ class Progress:
         if since <= self._start or num_tokens <= before:
             since, before = self._start, self._first
         return max(0, num_tokens - before) / (now - since) if now > since else 0.0
-
-
-def _in_words(seconds: float) -> str:
-    if seconds >= 7200:
-        return f"{seconds / 3600:.1f} h"
-    return f"{seconds / 60:.0f} min" if seconds >= 120 else f"{seconds:.0f} s"

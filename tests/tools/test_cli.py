@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -341,7 +342,8 @@ def test_run_batch_passes_on_what_is_given(answered, capsys):
         "overwrite": False,
         "retry_errors": False,
     }
-    assert capsys.readouterr().out == "3 of 3 lines answered in answers: 7 tokens; this call took 1.0 s\n"
+    expected = "3 of 3 lines answered in answers\n5 prompt tokens, 7 completion tokens\nthis call took 1.0 s\n"
+    assert capsys.readouterr().out == expected
 
 
 @pytest.mark.parametrize(
@@ -372,6 +374,7 @@ def test_the_exit_status_of_run_batch(answered, capsys):
 
     for result, status, message in (
         (Summary(3, 1, 2, 5, 7, 1.0), 3, f"2 lines failed: {Path('answers', '_errors.jsonl')} says why"),
+        (Summary(3, 3, 0, 5, 7, 1.0, 7.0, 3.0, 0.5), 0, ""),
         (ValueError("format='x'"), 2, "nanovllm run-batch: format='x'"),
         (FileNotFoundError("no such file"), 2, "nanovllm run-batch: no such file"),
         (JobError("full"), 1, "full\nThe same command goes on with the job, without --overwrite and --retry-errors.\n"),
@@ -384,6 +387,7 @@ def test_the_exit_status_of_run_batch(answered, capsys):
     for wrong, message in (
         (BATCH[:4], "missing: MODEL (usage: nanovllm run-batch MODEL -i FILE"),
         ([*BATCH, "--no-such-option"], "unknown option --no-such-option: "),
+        ([*BATCH, "--sample", "5"], "argument --sample: needs --dry-run"),
         ([*BATCH, "--overw"], "unknown option --overw: did you mean --overwrite?"),
         ([*BATCH, "--temperature", "warm"], "invalid float value: 'warm'"),
         ([*BATCH, "--chat-template", "no/file"], "--chat-template: 'no/file' cannot be read: "),
@@ -404,8 +408,16 @@ def test_a_dry_run_of_a_job(tmp_path, capsys):
     assert main(["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--dry-run"]) == 3
     captured = capsys.readouterr()
     assert "a.jsonl:2: has no prompt" in captured.err
-    assert captured.out.startswith("1 of 2 lines can be answered: ")
-    assert captured.out.endswith("prompt tokens, at most 5 completion tokens\n")
+    columns = "columns that are parameters of their lines: max_tokens (--no-line-parameters makes them data)\n"
+    columns += "columns that answers repeat: text\n"
+    counts = "1 of 2 lines can be answered\n2 prompt tokens, at most 5 completion tokens\n"
+    assert captured.out == counts + columns
+    sample = ["--sample", "3", "--price-per-hour", "9", "--ignore-eos", "--device", "cpu", "--max-num-seqs", "4"]
+    assert main(["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--dry-run", *sample]) == 3
+    first, batch, whole = capsys.readouterr().out.removeprefix(counts + columns).splitlines()
+    assert re.fullmatch(r"a sample of 1 line: 5.0 completion tokens each, [\d,]+ tokens a second", first)
+    assert batch == "    A batch of 4 (--max-num-seqs) is faster than one of 1."
+    assert re.fullmatch(r"the whole job: about 5 completion tokens, \d+ s, price 0.\d{4}", whole)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "model"]
 
 
