@@ -157,9 +157,8 @@ class Progress:
         text = f"{text}, {'at most ' if left.is_most else ''}{time_in_words(left.num_tokens / rate)} left"
         # Lines of an earlier call count as long as those of this one.
         here = (self._total - self._before) / self._total
-        share = num_tokens - self._first
-        share = (1 - here) + here * share / (share + left.num_tokens)
-        return share, text
+        num_new = num_tokens - self._first
+        return 1 - here + here * num_new / (num_new + left.num_tokens), text
 
     def _left(self, num_tokens: int, num_running: int) -> Left | None:
         """None if nothing can be told, or nothing is left."""
