@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from pyarrow.parquet import read_table, write_table  # noqa: E402
 from ray.data.checkpoint import CheckpointConfig  # noqa: E402
 
 from nanovllm.jobs import GenerateActor, ray_job, run, run_batch, work  # noqa: E402
-from nanovllm.jobs.arguments import Arguments  # noqa: E402
-from nanovllm.jobs.progress import Progress  # noqa: E402
+from nanovllm.jobs.arguments import Arguments, Cluster  # noqa: E402
+from nanovllm.jobs.progress import Generated, Progress  # noqa: E402
 from nanovllm.jobs.ray_engine import RayEngine, Started  # noqa: E402
+from nanovllm.jobs.ray_job import RayEngines  # noqa: E402
 
 ENGINE = {"max_num_seqs": 8, "max_model_len": 200, "kvcache_block_size": 16, "num_kvcache_blocks": 128}
 LINES = [*prompts(150), "not json", {"id": "no prompt"}, {"id": "long", "prompt": "a " * 500}]
@@ -143,6 +145,21 @@ def test_an_own_pipeline(cluster, path, tmp_path):
     assert found[7]["text"] is None
     assert "'question'" in found[7]["error"]
     assert len(list((tmp_path / "checkpoint").iterdir())) > 0
+
+
+def test_what_a_dead_engine_had_under_way_is_not_generated(path):
+    class Dead:
+        has_started, num_starts, lines = True, 1, {}
+        generated, num_returned = Generated(50, 3), 20
+
+        def restart(self):
+            self.generated, self.num_returned = Generated(), 0
+
+    engines = RayEngines(Cluster(1, None), Arguments(str(path), {}), lambda *_: None)
+    engines._all, engines._again = [Dead()], deque()
+    assert engines.generated() == Generated(50, 3)
+    engines._replace(engines._all[0], ray.exceptions.RayActorError())
+    assert engines.generated() == Generated(20, 0)
 
 
 def test_wrong_calls(path, tmp_path):

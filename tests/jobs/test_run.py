@@ -512,7 +512,8 @@ def test_a_dry_run_says_what_would_fail(job, llm, answers, tmp_path):
 
 
 def test_a_sample_estimates_the_whole_job(job, llm, answers, tmp_path):
-    rows = [row | {"max_tokens": 2 if row["id"] < 30 else 6, "ignore_eos": True} for row in prompts(40)]
+    # Prompts shorter than a block, which the reader does not group.
+    rows = [{"prompt": "a", "topic": i, "max_tokens": 2 if i < 30 else 6, "ignore_eos": True} for i in range(40)]
     input = write_lines(tmp_path / "prompts.jsonl", [*rows, "{", {"id": "two", "prompt": "a", "n": 2}])
     check = check_batch(input, llm, temperature=0, max_tokens=4, ignore_eos=True, sample=50, price_per_hour=3600)
     estimate = check.estimate
