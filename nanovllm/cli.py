@@ -141,6 +141,9 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     retry = "try the lines of _errors.jsonl again, or take these corrected lines instead"
     add("--retry-errors", nargs="?", const=True, default=False, metavar="FILE", help=retry)
     add("--dry-run", action="store_true", help="check the whole input and write nothing")
+    help = "with --dry-run: answer N random lines, and say what the whole job would take"
+    add("--sample", type=int, metavar="N", help=help)
+    add("--price-per-hour", type=float, metavar="PRICE", help="of all that the job runs on: say what the job costs")
     add("--replicas", type=int, metavar="N", help="run N engines by Ray, each on tensor_parallel_size GPUs")
     add("--ray-address", metavar="ADDRESS", help="run on this Ray cluster, such as 'auto' (default: this machine)")
     sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
@@ -189,6 +192,8 @@ def _schema(text: str) -> Any:
 def _run_batch(options: argparse.Namespace) -> int:
     if options.output is None and not options.dry_run:
         options.parser.error("the following arguments are required: -o/--output")
+    if options.sample is not None and not options.dry_run:
+        options.parser.error("argument --sample: needs --dry-run")
     # To go on with a job, the command is repeated without these.
     once = {"--overwrite"} | ({"--retry-errors"} if options.retry_errors is True else set())
     given = given_options(options)
@@ -205,11 +210,13 @@ def _run_batch(options: argparse.Namespace) -> int:
     try:
         with QuickExit(to_go_on, with_sigterm=True):
             from nanovllm.jobs import check_batch, run_batch
+            from nanovllm.jobs.report import print_check, print_summary
 
         if options.dry_run:
-            for name in ("output", "format", "ordered", "overwrite", "retry_errors", "replicas", "ray_address", "seed"):
+            for name in ("output", "format", "ordered", "overwrite", "retry_errors", "ray_address", "seed"):
                 given.pop(name, None)
-            return _print_check(check_batch(**given))
+            print_check(check := check_batch(**given))
+            return _SOME_FAILED if check.num_failed else 0
         summary = run_batch(**given)
     except KeyboardInterrupt:
         print(f"\n{to_go_on}", file=sys.stderr)
@@ -222,32 +229,8 @@ def _run_batch(options: argparse.Namespace) -> int:
         hint = f"\nThe same command goes on with the job{without and f', without {without}'}."
         print(f"nanovllm run-batch: {error}{hint if getattr(error, 'goes_on', True) else ''}", file=sys.stderr)
         return _FAILED
-    print(
-        f"{summary.num_answered} of {summary.num_lines} lines answered in {options.output}: "
-        f"{summary.num_completion_tokens} tokens; this call took {summary.seconds:.1f} s"
-    )
-    if summary.num_failed:
-        failed = f"{summary.num_failed} line{'s' * (summary.num_failed > 1)} failed"
-        print(f"{failed}: {_errors_file(options.output)} says why", file=sys.stderr)
+    print_summary(summary, options.output)
     return _SOME_FAILED if summary.num_failed else 0
-
-
-def _errors_file(output: str) -> Path:
-    from nanovllm.jobs.folder import ERRORS, JobFolder
-
-    return JobFolder(output).path / ERRORS
-
-
-def _print_check(check: Any) -> int:
-    for row in check.errors[:10]:
-        print(f"{row['file']}:{row['line']}: {row['error']}", file=sys.stderr)
-    if check.num_failed > 10:
-        print(f"and {check.num_failed - 10} more", file=sys.stderr)
-    print(
-        f"{check.num_lines - check.num_failed} of {check.num_lines} lines can be answered: {check.num_prompt_tokens} "
-        f"prompt tokens, at most {check.max_completion_tokens} completion tokens"
-    )
-    return _SOME_FAILED if check.num_failed else 0
 
 
 def _add_status(commands: Any) -> None:
@@ -258,16 +241,9 @@ def _add_status(commands: Any) -> None:
 
 def _status(options: argparse.Namespace) -> int:
     from nanovllm.jobs import job_status
+    from nanovllm.jobs.report import print_status
 
-    status = job_status(options.output)
-    answered, failed, num_prompt_tokens, num_completion_tokens = status.counts
-    left = status.num_lines - answered - failed
-    state = "running" if status.is_running else "complete" if left == 0 else "interrupted"
-    print(f"{state}: {answered} of {status.num_lines} lines answered, {failed} failed, {left} left")
-    print(
-        f"{num_prompt_tokens} prompt tokens, {num_completion_tokens} completion tokens, {status.seconds:.1f} s so far"
-    )
-    print(", ".join(f"{name}={value!r}" for name, value in status.job.items()))
+    print_status(job_status(options.output))
     return 0
 
 

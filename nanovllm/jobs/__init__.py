@@ -4,15 +4,26 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nanovllm.jobs.check import Check, check_batch
+    from nanovllm.jobs.check import Check, Estimate, Sample, check_batch
     from nanovllm.jobs.folder import Status, job_status
     from nanovllm.jobs.generate_actor import GenerateActor
     from nanovllm.jobs.run import JobError, Summary, run_batch
 
-__all__ = ["Check", "GenerateActor", "JobError", "Status", "Summary", "check_batch", "job_status", "run_batch"]
+__all__ = [
+    "Check",
+    "Estimate",
+    "GenerateActor",
+    "JobError",
+    "Sample",
+    "Status",
+    "Summary",
+    "check_batch",
+    "job_status",
+    "run_batch",
+]
 
 _MODULES = {"Check": "check", "check_batch": "check", "GenerateActor": "generate_actor"}
-_MODULES |= {"Status": "folder", "job_status": "folder"}
+_MODULES |= {"Estimate": "check", "Sample": "check", "Status": "folder", "job_status": "folder"}
 
 
 def __getattr__(name: str) -> object:

@@ -1,18 +1,46 @@
-"""check_batch: what would fail, before anything is answered."""
+"""check_batch: what would fail, and how long the rest would take, before anything is written."""
 
 import os
+import random
+import time
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 from nanovllm import RequestChecker
 from nanovllm.jobs.arguments import Arguments, Model, line_bar
-from nanovllm.jobs.first_lines import check_first_lines
+from nanovllm.jobs.first_lines import check_first_lines, error_of_call
 from nanovllm.jobs.inputs import Inputs, find_files, scan
-from nanovllm.jobs.lines import Row
-from nanovllm.jobs.reader import read
+from nanovllm.jobs.lines import Line, Row, num_completion_tokens
+from nanovllm.jobs.progress import Progress, generated
+from nanovllm.jobs.reader import Prepared, read
+from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.writer import error_row
+from nanovllm.utils.checks import is_int, require
 
 _MAX_ERRORS = 1000
+
+
+class Sample(NamedTuple):
+    """Lines that were answered to learn the length of answers and the speed."""
+
+    num_lines: int
+    num_completion_tokens: int
+    seconds: float  # without the start of the engine
+    max_num_seqs: int  # of the engine: with fewer lines it is slower than with the whole job
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_completion_tokens / self.seconds
+
+
+class Estimate(NamedTuple):
+    """The whole job, as a sample says."""
+
+    sample: Sample
+    num_completion_tokens: float
+    seconds: float
+    price: float | None  # with price_per_hour
 
 
 class Check(NamedTuple):
@@ -23,6 +51,9 @@ class Check(NamedTuple):
     num_prompt_tokens: int  # of the others
     max_completion_tokens: int  # that they may generate together
     errors: list[Row]  # the first 1,000, as rows of _errors.jsonl
+    parameters: list[str]  # columns that are parameters of their lines
+    data: list[str]  # other columns, which answers repeat
+    estimate: Estimate | None  # with a sample, unless none of its lines could be answered
 
 
 def check_batch(
@@ -38,14 +69,25 @@ def check_batch(
     line_parameters: bool = True,
     split_reasoning: bool = False,
     split_tool_calls: bool = False,
+    sample: int | None = None,
+    replicas: int | None = None,
+    price_per_hour: float | None = None,
     use_tqdm: bool = True,
     **options: Any,
 ) -> Check:
-    """Check every line of the input: its form, its id, its parameters, and its length by the tokenizer. Needs no GPU,
-    reads no weights and writes nothing.
+    """Check every line of the input: its form, its id, its parameters, and its length by the tokenizer. Writes nothing.
+    Without a sample it needs no GPU and reads no weights.
 
-    Arguments and errors are those of run_batch. A KV cache that is smaller than max_model_len is not known here.
+    The other arguments and the errors are those of run_batch. A KV cache that is smaller than max_model_len is known
+    with a sample only.
+
+    Args:
+        sample: answer this many random lines, by an engine in this process, to estimate the whole job.
+        replicas: of the job, which share its lines. The sample is answered by one.
     """
+    require("sample", sample, sample is None or is_int(sample, 1), "a positive integer")
+    require("replicas", replicas, replicas is None or is_int(replicas, 1), "a positive integer")
+    check_price(price_per_hour)
     arguments = Arguments(
         model,
         options,
@@ -63,13 +105,21 @@ def check_batch(
     with line_bar("Checking ids", use_tqdm) as bar:
         found = scan(inputs, bar.update)
     num_lines = found.num_lines
-    arguments.tell_parameters(found.columns)
     if found.first_openai is None and found.columns:
         arguments.line_format.check_columns(found.columns)
     checker = cast(RequestChecker, arguments.checker())
     check_first_lines(arguments, inputs, checker, all_may_fail=True)
-    num_failed = num_prompt_tokens = max_completion_tokens = 0
+    num_good = num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []
+    chosen: list[Prepared] = []
+    rng = random.Random(0)
+
+    def refuse(prepared: Prepared, error: str) -> None:
+        nonlocal num_failed
+        num_failed += 1
+        if len(errors) < _MAX_ERRORS:
+            errors.append(error_row(prepared, error))
+
     with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
         for batch in read(arguments.read_plan(inputs)):
             lines = [each.line for each in batch if each.line is not None]
@@ -78,13 +128,70 @@ def check_batch(
             for prepared in batch:
                 line = prepared.line
                 error = prepared.error if line is None else next(checked)
+                if isinstance(error, ImportError):
+                    raise error_of_call(error)
                 if line is not None and error is None:
-                    length, params = len(line.prompt), line.params
-                    most = min(params.max_tokens or checker.max_seq_len, checker.max_seq_len - length)
-                    num_prompt_tokens += length
-                    max_completion_tokens += params.n * most
+                    num_prompt_tokens += len(line.prompt)
+                    max_completion_tokens += _most_tokens(prepared, checker.max_seq_len)
+                    if sample is not None:
+                        _choose(chosen, prepared, sample, num_good, rng)
+                    num_good += 1
                 else:
-                    num_failed += 1
-                    errors += [error_row(prepared, str(error))] if len(errors) < _MAX_ERRORS else []
+                    refuse(prepared, str(error))
             bar.update(len(batch))
-    return Check(num_lines, num_failed, num_prompt_tokens, max_completion_tokens, errors)
+    estimate = None
+    if chosen:
+        answered, wrong = _answer(arguments, sorted(chosen, key=lambda each: each.position), use_tqdm)
+        for prepared, text in wrong:
+            refuse(prepared, text)
+            num_prompt_tokens -= len(cast(Line, prepared.line).prompt)
+            max_completion_tokens -= _most_tokens(prepared, checker.max_seq_len)
+        if answered.num_lines:
+            estimate = _estimate(answered, num_good - len(wrong), replicas or 1, price_per_hour)
+    parameters = arguments.line_format.parameter_columns(found.columns)
+    data = [name for name in found.columns if name not in parameters and arguments.line_format.copies(name)]
+    counts = num_lines, num_failed, num_prompt_tokens, max_completion_tokens
+    return Check(*counts, errors, parameters, data, estimate)
+
+
+def _most_tokens(prepared: Prepared, max_seq_len: int) -> int:
+    """That the answer to a line may have."""
+    line = cast(Line, prepared.line)
+    room = max_seq_len - len(line.prompt)
+    return line.params.n * min(line.params.max_tokens or room, room)
+
+
+def _choose(chosen: list[Prepared], prepared: Prepared, num: int, num_before: int, rng: random.Random) -> None:
+    """Keep each of all lines with the same probability (Vitter's algorithm R)."""
+    if len(chosen) < num:
+        chosen.append(prepared)
+    elif (place := rng.randrange(num_before + 1)) < num:
+        chosen[place] = prepared
+
+
+def _answer(arguments: Arguments, lines: list[Prepared], use_tqdm: bool) -> tuple[Sample, list[tuple[Prepared, str]]]:
+    """The sample, and lines that this engine cannot answer."""
+    good = [(each, each.line) for each in lines if each.line is not None]
+    wrong: list[tuple[Prepared, str]] = []
+    num_tokens = 0
+    progress = Progress(len(good), 0, 0, use_tqdm, arguments.max_len)
+    with arguments.engine() as llm, progress:
+        start = progress.begin(partial(generated, llm))
+        for _, line in good:
+            progress.hand_out(line)
+        prompts: list[Any] = [line.prompt for _, line in good]
+        for index, output in llm.generate_iter(prompts, [line.params for _, line in good], on_error="return"):
+            if "error" in output:
+                wrong.append((good[index][0], output["error"]))
+            num_tokens += num_completion_tokens(output)
+            progress.add(num_completion_tokens(output), "error" in output)
+        seconds = time.perf_counter() - start
+        max_num_seqs = llm.config.max_num_seqs
+    return Sample(len(good) - len(wrong), num_tokens, seconds, max_num_seqs), wrong
+
+
+def _estimate(sample: Sample, num_lines: int, num_engines: int, price_per_hour: float | None) -> Estimate:
+    """num_lines: of the job that can be answered."""
+    num_tokens = sample.num_completion_tokens * num_lines / sample.num_lines
+    seconds = sample.seconds * num_lines / sample.num_lines / num_engines
+    return Estimate(sample, num_tokens, seconds, None if price_per_hour is None else price_of(seconds, price_per_hour))

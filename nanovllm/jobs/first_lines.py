@@ -1,12 +1,13 @@
-"""Before a job begins: is there a mistake that every line would have? Then it is one of the call, and no line's."""
+"""Is there a mistake that every line would have, or a missing package? Then it is one of the call, and no line's."""
 
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
-from nanovllm import RequestChecker
+from nanovllm import LLM, RequestChecker
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.inputs import Inputs
+from nanovllm.jobs.lines import Line
 from nanovllm.jobs.reader import Prepared, make_preparer
 
 _AT_ONCE = 64  # lines
@@ -35,12 +36,12 @@ def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChec
             # A prompt that is too long is refused before its parameters are looked at.
             of_options = [error for error in errors if error is None or str(error).startswith("sampling_params")]
             if of_options and None not in of_options:
-                raise _of_options(of_options[0])
+                raise error_of_call(of_options[0])
         found = iter(checker.check(prompts, [line.params for line in lines]))
         for prepared in batch:
             error = prepared.error if prepared.line is None else next(found)
             if isinstance(error, ImportError):
-                raise _of_options(error)
+                raise error_of_call(error)
             if error is None:
                 return
             if first is None:
@@ -52,7 +53,31 @@ def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChec
         raise ValueError(f"input: no line can be answered; the first one, {where}: {first_error}")
 
 
-def _of_options(error: Exception | None) -> Exception:
+class Packages:
+    """Looks for a package that is missing, and that the first lines did not need. It is no mistake of a line's: with it
+    the same call goes on."""
+
+    def __init__(self, llm: LLM):
+        self._llm = llm
+        self._checker: RequestChecker | None = None
+        self._are_here = False
+
+    def check(self, line: Line) -> None:
+        """Raises ImportError if a line needs one."""
+        params = line.params
+        if self._are_here or (params.structured_outputs is None and params.thinking_token_budget is None):
+            return
+        if self._checker is None:
+            self._checker = RequestChecker(self._llm.config, self._llm.scheduler.length_limit.num_blocks)
+        prompt: Any = line.prompt
+        (error,) = self._checker.check([prompt], [params])
+        if isinstance(error, ImportError):
+            raise error_of_call(error)
+        self._are_here = error is None
+
+
+def error_of_call(error: Exception | None) -> Exception:
+    """What an error of a line becomes that is none of the line's."""
     kind = ImportError if isinstance(error, ImportError) else ValueError
     return kind(_without_place(str(error)))
 

@@ -474,6 +474,8 @@ class Status(NamedTuple):
     num_lines: int  # of the input
     counts: Counts  # of all rows in the folder, also in the open part
     seconds: float  # of all calls that have ended in order
+    tokens_per_second: float | None  # generated in the last of these; None if it is not known
+    price: float | None  # of all of them, if the last call had a price_per_hour
 
 
 def job_status(output: str | os.PathLike[str]) -> Status:
@@ -484,5 +486,6 @@ def job_status(output: str | os.PathLike[str]) -> Status:
     manifest = folder.read_manifest()
     if manifest is None:
         raise folder.refusal("holds no job")
-    seconds = manifest["progress"]["seconds"]
-    return Status(manifest["job"], folder.is_locked(), manifest["num_lines"], folder.read_all(), seconds)
+    progress = manifest["progress"]
+    of_calls = progress["seconds"], progress.get("tokens_per_second"), progress.get("price")
+    return Status(manifest["job"], folder.is_locked(), manifest["num_lines"], folder.read_all(), *of_calls)

@@ -315,6 +315,11 @@ def id_bytes(line_id: LineId) -> bytes:
 # -- answers -----------------------------------------------------------------------------------------------------------
 
 
+def num_completion_tokens(output: Mapping[str, Any]) -> int:
+    """Of all samples of a RequestOutput; 0 of an error."""
+    return sum(len(sample["token_ids"]) for sample in output.get("samples") or [output])
+
+
 def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], responder: openai_batch.Responder) -> Row:
     """A row of output. output: the RequestOutput."""
     if line.split is not None:
@@ -322,7 +327,7 @@ def answer_row(line_id: LineId, line: Line, output: Mapping[str, Any], responder
     if line.openai is not None:
         return responder.answer(line.openai, line_id, output, line.params.logprobs)
     samples = output.get("samples") or [output]
-    num_tokens = output["num_prompt_tokens"], sum(len(sample["token_ids"]) for sample in samples)
+    num_tokens = output["num_prompt_tokens"], num_completion_tokens(output)
     row = {"id": line_id} | _answer(output) | dict(zip(ANSWER_KEYS[-2:], num_tokens, strict=True))
     if len(samples) > 1:
         row["samples"] = list(map(_answer, samples))

@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.fingerprint import Fingerprint, engine_fingerprint
+from nanovllm.jobs.first_lines import Packages
 from nanovllm.jobs.generate_actor import SharedEngine, start_engine
+from nanovllm.jobs.progress import Generated, generated
 from nanovllm.jobs.reader import Prepared
-from nanovllm.jobs.writer import Output, make_rows
+from nanovllm.jobs.writer import Finished, Output, make_rows
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.checks import one_line
 
@@ -27,11 +29,20 @@ class Started(NamedTuple):
     error: Exception | None  # a wrong option or model, as this machine has it
 
 
+class Exchanged(NamedTuple):
+    """What an engine has done since it was last asked."""
+
+    rows: list[Finished]
+    generated: Generated  # since it has started
+    error: Exception | None = None  # a missing package, which ends the job
+
+
 class RayEngine:
     """An engine that works without a pause on the lines which it was given."""
 
     _engine: SharedEngine
     _responder: Responder
+    _packages: Packages
     _num_lines = 0  # that it has
 
     def start(self, arguments: Arguments, num_threads: int) -> Started:
@@ -41,13 +52,21 @@ class RayEngine:
             kind = OSError if isinstance(error, OSError) else ValueError
             return Started({}, kind(f"{error if str(error) else one_line(error)} (on {socket.gethostname()})"))
         self._engine, self._responder = engine, arguments.responder()
+        self._packages = Packages(engine.llm)
         self._finished: queue.SimpleQueue[tuple[Prepared, Output]] = queue.SimpleQueue()
         return Started(engine_fingerprint(engine.llm), None)
 
     def exchange(self, lines: bytes, pause: float) -> bytes:
-        """Take a pickled list of Prepared, and return one of Finished: what is complete after at most this many
-        seconds."""
+        """Take a pickled list of Prepared, and return an Exchanged, pickled: what is complete after at most this
+        many seconds."""
         new: list[Prepared] = pickle.loads(lines)
+        try:
+            for prepared in new:
+                if prepared.line is not None:
+                    self._packages.check(prepared.line)
+        except ImportError as error:
+            missing = ImportError(f"{error} (on {socket.gethostname()})")
+            return pickle.dumps(Exchanged([], generated(self._engine.llm), missing))
         self._engine.submit(new, self._finished.put)
         self._num_lines += len(new)
         deadline = time.monotonic() + pause
@@ -56,7 +75,7 @@ class RayEngine:
             time.sleep(_TICK_SECONDS)
         outputs = [self._finished.get() for _ in range(self._finished.qsize())]
         self._num_lines -= len(outputs)
-        return pickle.dumps(make_rows(outputs, self._responder))
+        return pickle.dumps(Exchanged(make_rows(outputs, self._responder), generated(self._engine.llm)))
 
 
 def on_any_machine(arguments: Arguments) -> Arguments:

@@ -26,8 +26,8 @@ import nanovllm
 from nanovllm import Config
 from nanovllm.jobs.arguments import Arguments, Cluster
 from nanovllm.jobs.fingerprint import Fingerprint
-from nanovllm.jobs.progress import Progress
-from nanovllm.jobs.ray_engine import RayEngine, Started, on_any_machine
+from nanovllm.jobs.progress import Generated, Progress
+from nanovllm.jobs.ray_engine import Exchanged, RayEngine, Started, on_any_machine
 from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.writer import Writer, error_line
 from nanovllm.utils.checks import one_line
@@ -53,12 +53,13 @@ class EngineDied(RuntimeError):
 class RayEngines:
     """Engines on Ray. A context manager, which starts them and ends them, and Ray too if it was not running."""
 
-    def __init__(self, cluster: Cluster, arguments: Arguments, begin: Callable[[Fingerprint], None]):
-        """begin: called whenever an engine has started, with the fingerprint of its model. What it raises ends the
-        job."""
+    def __init__(self, cluster: Cluster, arguments: Arguments, begin: Callable[["RayEngines", Fingerprint], None]):
+        """begin: called whenever an engine has started, with these and the fingerprint of its model. What it raises
+        ends the job."""
         self._cluster, self._arguments, self._begin = cluster, arguments, begin
         self._is_own = not ray.is_initialized()
         self._all: list[_Engine] = []
+        self._num_before = 0  # tokens in the rows of engines that have died
 
     def __enter__(self) -> Self:
         """Raises ConnectionError without such a cluster, and ValueError for more engines than GPUs."""
@@ -104,7 +105,8 @@ class RayEngines:
             writer: of rows, not of outputs.
             max_ahead: in order, lines that are handed out beyond the last one that is written. None: in any order.
 
-        Raises EngineDied, ValueError for a damaged file, and ValueError or OSError for an engine that cannot start.
+        Raises EngineDied, ValueError for a damaged file, ValueError or OSError for an engine that cannot start, and
+        ImportError for a package that a line needs and an engine's machine lacks.
         """
         self._lines, self._num_left, self._writer, self._progress = _Lines(readers), num_lines, writer, progress
         self._max_ahead = max_ahead
@@ -118,6 +120,12 @@ class RayEngines:
             raise
         finally:
             self._lines.close()
+
+    def generated(self) -> Generated:
+        """Of all engines, without what those had under way that have died."""
+        each = [engine.generated for engine in self._all]
+        num_tokens = self._num_before + sum(one.num_tokens for one in each)
+        return Generated(num_tokens, sum(one.num_running for one in each))
 
     # -- handing out ---------------------------------------------------------------------------------------------------
 
@@ -137,10 +145,11 @@ class RayEngines:
                 yield self._again.popleft()
             elif (prepared := self._lines.take(self._last_position())) is None:
                 return
-            elif prepared.error is not None:
-                self._write([error_line(prepared, prepared.error)])
+            elif prepared.line is None:
+                self._write([error_line(prepared, str(prepared.error))])
                 continue
             else:
+                self._progress.hand_out(prepared.line)
                 yield _Given(prepared)
             num -= 1
 
@@ -168,20 +177,23 @@ class RayEngines:
             if isinstance(result, Started):
                 if result.error is not None:
                     raise result.error
-                self._begin(result.fingerprint)
+                self._begin(self, result.fingerprint)
                 engine.has_started, engine.num_starts = True, 0
             else:
-                rows = pickle.loads(result)
-                for row in rows:
+                exchanged: Exchanged = pickle.loads(result)
+                if exchanged.error is not None:
+                    raise exchanged.error
+                for row in exchanged.rows:
                     del engine.lines[row.position]
-                self._write(rows)
+                    engine.num_returned += row.num_completion_tokens
+                engine.generated = exchanged.generated
+                self._write(exchanged.rows)
 
     def _write(self, rows: list[Any]) -> None:
         self._num_left -= len(rows)
         for row in rows:
             self._writer.put(row)
-        num_failed = sum(row.is_error for row in rows)
-        self._progress.add(sum(row.num_completion_tokens for row in rows), len(rows), num_failed)
+            self._progress.add(row.num_completion_tokens, row.is_error)
 
     def _replace(self, engine: "_Engine", error: RayError) -> None:
         if not engine.has_started and (engine.num_starts >= _MAX_STARTS or not isinstance(error, RayActorError)):
@@ -193,6 +205,7 @@ class RayEngines:
                 raise EngineDied(f"{_MAX_DEATHS} engines have died that had {line}: {_cause(error)}") from error
         logging.getLogger(__name__).warning("An engine has died, and another one takes its place: %s", _cause(error))
         self._again.extend(engine.lines.values())
+        self._num_before += engine.num_returned
         engine.restart()
 
     def _receive_last(self) -> None:
@@ -220,6 +233,8 @@ class _Engine:
         call: the result of the call under way; None if there is none.
         lines: that it has, by their positions.
         num_starts: since it has last started.
+        generated: its counters, as it has last told them.
+        num_returned: tokens in the rows that have come since it started.
     """
 
     def __init__(self, actor: Any, arguments: tuple[Arguments, int]):
@@ -231,6 +246,7 @@ class _Engine:
     def _start(self) -> None:
         self.has_started = False
         self.num_starts += 1
+        self.generated, self.num_returned = Generated(), 0
         self.actor = self._class.remote()
         self.call = self.actor.start.remote(*self._arguments)
 

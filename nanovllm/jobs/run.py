@@ -21,14 +21,15 @@ from nanovllm import LLM, NO_PROMPT, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, check_one_engine, line_bar
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
-from nanovllm.jobs.first_lines import check_first_lines
+from nanovllm.jobs.first_lines import Packages, check_first_lines
 from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
-from nanovllm.jobs.lines import Row, from_json
+from nanovllm.jobs.lines import Row, from_json, num_completion_tokens
 from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
-from nanovllm.jobs.progress import Progress
+from nanovllm.jobs.progress import Progress, generated
 from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.work import Work
 from nanovllm.jobs.writer import Finished, Writer, make_rows
 from nanovllm.utils.checks import is_int, require
@@ -65,6 +66,9 @@ class Summary(NamedTuple):
     num_prompt_tokens: int  # of the answers
     num_completion_tokens: int
     seconds: float  # that this call took to answer lines, without the start of the engine
+    tokens_per_second: float = 0.0  # generated in the last call that answered lines
+    total_seconds: float = 0.0  # of all calls that have ended in order
+    price: float | None = None  # of total_seconds, if price_per_hour is given
 
 
 def run_batch(
@@ -88,6 +92,7 @@ def run_batch(
     retry_errors: bool | str | os.PathLike[str] = False,
     replicas: int | None = None,
     ray_address: str | None = None,
+    price_per_hour: float | None = None,
     use_tqdm: bool = True,
     **options: Any,
 ) -> Summary:
@@ -110,6 +115,7 @@ def run_batch(
         replicas: engines, which Ray runs on this machine or a cluster. Each has tensor_parallel_size GPUs. None: one
             engine in this process, or with ray_address as many as the cluster's GPUs allow.
         ray_address: of a Ray cluster, such as "auto". All its machines must have the model.
+        price_per_hour: of all that the job runs on, in any currency; for the price in the summary.
         use_tqdm: show progress: a bar in a terminal, and a line every half minute elsewhere.
         options: of SamplingParams, for lines without their own, and of LLM.
 
@@ -121,6 +127,7 @@ def run_batch(
         KeyboardInterrupt: also for SIGTERM. All answers so far are in complete parts.
     """
     require("format", format, format in (None, "jsonl", "parquet"), "'jsonl' or 'parquet'")
+    check_price(price_per_hour)
     if ordered and retry_errors:
         raise ValueError("retry_errors: its answers would follow those of later lines, which ordered=True forbids")
     if "://" in str(output):
@@ -148,7 +155,7 @@ def run_batch(
         check_one_engine(arguments.engine_options)
     inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
-    job = _Job(folder, inputs, arguments, format, ordered, cluster, use_tqdm)
+    job = _Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
     try:
         with folder, sigterm_as_interrupt():
             return job.run(overwrite, retry_errors)
@@ -179,9 +186,11 @@ class _Job:
     format: str
     ordered: bool
     cluster: Cluster | None
+    price_per_hour: float | None
     use_tqdm: bool
     parquet: ParquetFormat | None = None
     is_continued: bool = False  # An earlier call has begun it.
+    num_generated: int = 0  # tokens, by this call
     has_begun: bool = False  # A call without overwrite and retry_errors would go on with it.
 
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
@@ -215,11 +224,19 @@ class _Job:
             self.folder.finish()
         except OSError as error:
             raise self.stopped(error) from error
-        return Summary(found.num_lines, *self.counts, time.perf_counter() - self.start)
+        progress = self.manifest["progress"]
+        of_all_calls = progress.get("tokens_per_second", 0.0), progress["seconds"], progress.get("price")
+        return Summary(found.num_lines, *self.counts, time.perf_counter() - self.start, *of_all_calls)
 
     def _end(self, seconds: float, found: Scan, corrections: Corrections) -> None:
         """Write what is for people alone. On a full disk another error says so."""
-        progress = self.counts._asdict() | {"seconds": self.manifest["progress"]["seconds"] + seconds}
+        before = self.manifest["progress"]
+        progress = self.counts._asdict() | {"seconds": before["seconds"] + seconds}
+        # Of one call: what was generated in a call that was killed is counted, but not its time.
+        speed = self.num_generated / seconds if self.num_generated else before.get("tokens_per_second")
+        progress |= {} if speed is None else {"tokens_per_second": speed}
+        if self.price_per_hour is not None:
+            progress["price"] = price_of(progress["seconds"], self.price_per_hour)
         self.manifest["progress"] = progress
         with suppress(OSError):
             self.folder.write_manifest(self.manifest)
@@ -364,13 +381,14 @@ class _Job:
         writer = Writer(PartWriter(self.folder, self.parquet), finish, self.ordered, work.early)
         before = self.counts
         num_done = before.answered + before.failed + len(work.early)
-        progress = Progress(work.num_lines, num_done, before.failed, self.use_tqdm)
+        progress = Progress(work.num_lines, num_done, before.failed, self.use_tqdm, self.arguments.max_len)
         try:
             if self.cluster is None:
                 self._answer_here(work, writer, progress)
             else:
                 self._answer_on_ray(self.cluster, work, writer, progress)
         finally:
+            self.num_generated = progress.num_generated
             self.counts = Counts(*map(sum, zip(before, writer.counts, strict=True)))
             if writer.error is not None:
                 raise self.stopped(writer.error) from writer.error
@@ -378,11 +396,11 @@ class _Job:
     def _answer_on_ray(self, cluster: Cluster, work: Work, writer: Writer, progress: Progress) -> None:
         from nanovllm.jobs.ray_job import EngineDied, RayEngines
 
-        def begin(files: Fingerprint) -> None:
-            """An engine has started."""
+        def begin(engines: RayEngines, files: Fingerprint) -> None:
+            """One of the engines has started."""
             self._check_same_model(files)
             if not progress.has_begun:
-                self.start = progress.begin()
+                self.start = progress.begin(engines.generated)
 
         # Some seconds pass until Ray has started. Meanwhile the readers get ready.
         num_readers = 1 if self.ordered else min(available_cores(), -(-(cluster.replicas or 8) // 4))
@@ -397,26 +415,29 @@ class _Job:
         with work.read(1) as readers, self.arguments.engine() as llm, writer, progress:
             if not isinstance(self.arguments.model, LLM):
                 self._check_same_model(engine_fingerprint(llm))
-            self.start = progress.begin()
+            self.start = progress.begin(partial(generated, llm))
             self._generate(llm, chain.from_iterable(readers), writer, progress)
 
     def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         under_way: dict[int, Prepared] = {}
+        packages = Packages(llm)
 
         def requests() -> Iterator[tuple[Any, Any]]:
             indices = count()
             for prepared in lines:
                 if prepared.line is None:
                     writer.put((prepared, {"error": prepared.error}))
-                    progress.add(0, num_failed=1)
+                    progress.add(0, is_failed=True)
                     continue
                 while self.ordered and prepared.position - writer.num_in_order > _MAX_AHEAD:
                     if under_way:
                         yield NO_PROMPT, None
                     else:
                         time.sleep(_PAUSE_SECONDS)  # The writer has all that it needs.
+                packages.check(prepared.line)
                 under_way[next(indices)] = prepared
+                progress.hand_out(prepared.line)
                 yield prepared.line.prompt, prepared.line.params
 
         pairs, same_pairs = tee(requests())
@@ -425,7 +446,7 @@ class _Job:
         with closing(outputs):
             for index, output in outputs:
                 writer.put((under_way.pop(index), output))
-                progress.add(len(output["token_ids"]), num_failed="error" in output)
+                progress.add(num_completion_tokens(output), "error" in output)
                 if writer.error is not None:
                     return
 

@@ -190,9 +190,8 @@ def test_columns_that_are_called_as_parameters(job, answers, caplog, tmp_path, l
     assert "Columns that are parameters of their lines: temperature, n (" in caplog.text
     found = by_id(read_folder(answers))
     assert [(row["temperature"], row["n"], len(row["samples"])) for row in found] == [(36.6, 3, 3), (4.0, 2, 2)]
-    caplog.clear()
-    check_batch(tmp_path / "prompts.jsonl", llm, template="{city} is")
-    assert "temperature, n" in caplog.text
+    check = check_batch(tmp_path / "prompts.jsonl", llm, template="{city} is")
+    assert (check.parameters, check.data) == (["temperature", "n"], [])
     caplog.clear()
     job(rows, tmp_path / "data", template="{city} is", line_parameters=False)
     assert "parameters" not in caplog.text

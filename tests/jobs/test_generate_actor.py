@@ -1,16 +1,20 @@
 """What needs no Ray: one engine for many threads, and the error where Ray is missing."""
 
+import pickle
+import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
 from checkpoints import greedy, make_llm, random_prompt
-from job_files import write_lines
+from job_files import prompts, write_lines
 
-from nanovllm.jobs import run, run_batch
+from nanovllm.jobs import ray_engine, run, run_batch
+from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.generate_actor import SharedEngine
-from nanovllm.jobs.lines import Line
+from nanovllm.jobs.lines import Line, LineFormat
+from nanovllm.jobs.ray_engine import RayEngine
 from nanovllm.jobs.reader import Prepared
 
 
@@ -92,3 +96,25 @@ def test_replicas_need_ray(path, tmp_path, monkeypatch):
     with pytest.raises(ImportError, match=r"pip install 'ray>=2\.59'"):
         run_batch(file, tmp_path / "answers", path, replicas=2)
     assert not (tmp_path / "answers").exists()
+
+
+def test_an_engine_tells_its_tokens_and_a_missing_package(fresh_llm, path, monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setattr(ray_engine, "start_engine", lambda *_: SharedEngine(fresh_llm))
+    engine = RayEngine()
+    assert engine.start(Arguments(str(path), {}), 1).error is None
+    line_format = LineFormat({"max_tokens": 5, "ignore_eos": True})
+
+    def exchange(rows):
+        lines = [line_format.read(row | {"prompt": [5, 6, 7]}, row["id"]) for row in rows]
+        given = [Prepared(i, i, "a", i, line, None) for i, line in enumerate(lines)]
+        return pickle.loads(engine.exchange(pickle.dumps(given), 30.0))
+
+    found = exchange(prompts(3))
+    assert sum(row.num_completion_tokens for row in found.rows) == found.generated.num_tokens == 15
+    assert found.error is None
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)
+        found = exchange([{"id": 1, "structured_outputs": {"regex": "a+"}}])
+    assert (found.rows, type(found.error)) == ([], ImportError)
+    assert "pip install llguidance (on " in str(found.error)

@@ -4,6 +4,7 @@ import os
 import signal
 import threading
 import time
+from collections import deque
 from pathlib import Path
 
 import pytest
@@ -15,9 +16,11 @@ from pyarrow import Table  # noqa: E402
 from pyarrow.parquet import read_table, write_table  # noqa: E402
 from ray.data.checkpoint import CheckpointConfig  # noqa: E402
 
-from nanovllm.jobs import GenerateActor, ray_job, run_batch, work  # noqa: E402
-from nanovllm.jobs.arguments import Arguments  # noqa: E402
+from nanovllm.jobs import GenerateActor, ray_job, run, run_batch, work  # noqa: E402
+from nanovllm.jobs.arguments import Arguments, Cluster  # noqa: E402
+from nanovllm.jobs.progress import Generated, Progress  # noqa: E402
 from nanovllm.jobs.ray_engine import RayEngine, Started  # noqa: E402
+from nanovllm.jobs.ray_job import RayEngines  # noqa: E402
 
 ENGINE = {"max_num_seqs": 8, "max_model_len": 200, "kvcache_block_size": 16, "num_kvcache_blocks": 128}
 LINES = [*prompts(150), "not json", {"id": "no prompt"}, {"id": "long", "prompt": "a " * 500}]
@@ -30,6 +33,14 @@ def test_the_same_folder_with_one_engine_and_on_ray_with_a_dead_engine(cluster, 
     file = write_lines(tmp_path / "prompts.jsonl", LINES)
     options = {"temperature": 0, "max_tokens": 8, "ordered": True} | ENGINE
     run_batch(file, answers, path, **options)
+    shown = []
+
+    class Seen(Progress):
+        def __exit__(self, *exc_info):
+            super().__exit__(*exc_info)
+            shown.append((self._read().num_tokens - self._first, self._answers.num_tokens))
+
+    monkeypatch.setattr(run, "Progress", Seen)
     in_order = read_folder(answers)
     expected, errors = by_id(in_order), by_id(read_lines(answers / "_errors.jsonl"))
     assert (len(expected), len(errors)) == (150, 3)
@@ -46,6 +57,8 @@ def test_the_same_folder_with_one_engine_and_on_ray_with_a_dead_engine(cluster, 
     killer.start()
     assert_complete(run_batch(file, answers, path, replicas=2, **options))
     killer.join()
+    tokens = sum(row["num_completion_tokens"] for row in in_order[20:])
+    assert shown == [(tokens, tokens)], "What an engine had under way when it died does not count."
 
     write_lines(answers / "part-00000.jsonl", in_order[:20])
     assert_complete(run_batch(file, answers, path, **options))
@@ -132,6 +145,21 @@ def test_an_own_pipeline(cluster, path, tmp_path):
     assert found[7]["text"] is None
     assert "'question'" in found[7]["error"]
     assert len(list((tmp_path / "checkpoint").iterdir())) > 0
+
+
+def test_what_a_dead_engine_had_under_way_is_not_generated(path):
+    class Dead:
+        has_started, num_starts, lines = True, 1, {}
+        generated, num_returned = Generated(50, 3), 20
+
+        def restart(self):
+            self.generated, self.num_returned = Generated(), 0
+
+    engines = RayEngines(Cluster(1, None), Arguments(str(path), {}), lambda *_: None)
+    engines._all, engines._again = [Dead()], deque()
+    assert engines.generated() == Generated(50, 3)
+    engines._replace(engines._all[0], ray.exceptions.RayActorError())
+    assert engines.generated() == Generated(20, 0)
 
 
 def test_wrong_calls(path, tmp_path):

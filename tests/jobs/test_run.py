@@ -338,6 +338,18 @@ def test_a_missing_package_and_a_forgotten_column_write_nothing(job, answers, mo
         job([{"text": "a"}], output=answers.with_name("others"))
 
 
+def test_a_missing_package_that_only_a_later_line_needs_stops_the_job(job, answers, monkeypatch):
+    pytest.importorskip("llguidance")
+    rows = prompts(5)
+    rows[3] |= {"structured_outputs": {"regex": "a+"}}
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "llguidance", None)
+        with pytest.raises(ImportError, match=r"^structured_outputs need llguidance .*pip install llguidance$"):
+            job(rows)
+    assert not (answers / "_errors.jsonl").exists()
+    assert job(rows)[1:3] == (5, 0)  # after its installation
+
+
 def test_a_job_without_an_answer_may_change_its_options(job, answers):
     rows = prompts(3)
     with interrupted_after(1), pytest.raises(KeyboardInterrupt):
@@ -497,6 +509,73 @@ def test_a_dry_run_says_what_would_fail(job, llm, answers, tmp_path):
         assert by_id(check.errors) == by_id(errors)
         counts = [sum(row["num_prompt_tokens"] for row in read_folder(answers)), 8 * 8 + 2 * 5]
         assert list(check[:4]) == [11, 2, *counts]
+
+
+def test_a_sample_estimates_the_whole_job(job, llm, answers, tmp_path):
+    # Prompts shorter than a block, which the reader does not group.
+    rows = [{"prompt": "a", "topic": i, "max_tokens": 2 if i < 30 else 6, "ignore_eos": True} for i in range(40)]
+    input = write_lines(tmp_path / "prompts.jsonl", [*rows, "{", {"id": "two", "prompt": "a", "n": 2}])
+    check = check_batch(input, llm, temperature=0, max_tokens=4, ignore_eos=True, sample=50, price_per_hour=3600)
+    estimate = check.estimate
+    assert estimate.sample[:2] == (41, 30 * 2 + 10 * 6 + 2 * 4)
+    assert estimate.sample.max_num_seqs == llm.config.max_num_seqs
+    assert estimate.num_completion_tokens == check.max_completion_tokens == estimate.sample.num_completion_tokens
+    assert 0 < estimate.seconds == pytest.approx(estimate.sample.seconds) == pytest.approx(estimate.price)
+    assert (check.parameters, check.data) == (["max_tokens", "ignore_eos", "n"], ["topic"])
+    check = check_batch(input, llm, temperature=0, max_tokens=4, ignore_eos=True, sample=8, replicas=2)
+    sample = check.estimate.sample
+    assert sample.num_lines == 8
+    assert 8 * 2 < sample.num_completion_tokens < 8 * 6, "lines of all of the input"
+    assert check.estimate.num_completion_tokens == sample.num_completion_tokens * 41 / 8
+    assert check.estimate.seconds == pytest.approx(sample.seconds * 41 / 8 / 2)
+    assert check.estimate.price is None
+    assert check_batch(input, llm).estimate is None
+    for name, value in (("sample", 0), ("sample", 1.5), ("replicas", 0), ("price_per_hour", -1)):
+        with pytest.raises(ValueError, match=f"{name}={value}: must be a positive"):
+            check_batch(input, llm, **{name: value})
+    assert not answers.exists()
+
+
+def test_a_sample_finds_what_this_engine_cannot_answer(path, tmp_path):
+    input = write_lines(tmp_path / "prompts.jsonl", [{"id": 1, "prompt": "a " * 40}, {"id": 2, "prompt": "a"}])
+    engine = {"device": "cpu", "max_model_len": 100, "kvcache_block_size": 16, "num_kvcache_blocks": 2}
+    assert check_batch(input, path, **engine).num_failed == 0
+    check = check_batch(input, path, max_tokens=3, ignore_eos=True, sample=5, **engine)
+    assert [row["id"] for row in check.errors] == [1]
+    assert check[:4] == (2, 1, 1, 3)
+    assert check.estimate.sample[:2] == (1, 3)
+    assert check.estimate.num_completion_tokens == 3
+
+
+def test_a_missing_package_is_an_error_of_the_dry_run_too(job, llm, tmp_path, monkeypatch):
+    pytest.importorskip("llguidance")
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    rows = [*prompts(3), {"prompt": "a", "structured_outputs": {"regex": "a+"}}]
+    with pytest.raises(ImportError, match="pip install llguidance"):
+        check_batch(write_lines(tmp_path / "prompts.jsonl", rows), llm)
+
+
+def test_speed_and_price_of_a_job(job, answers):
+    for wrong in (0, -1, float("nan"), float("inf"), True, "2"):
+        with pytest.raises(ValueError, match=r"price_per_hour=.*: must be a positive number"):
+            job(prompts(20), price_per_hour=wrong)
+    assert not answers.exists()
+    with interrupted_after(5), pytest.raises(KeyboardInterrupt):
+        job(price_per_hour=7200)
+    before = json.loads((answers / "_manifest.json").read_text())["progress"]
+    assert 0 < before["price"] == pytest.approx(2 * before["seconds"])
+    summary = job(price_per_hour=3600)
+    assert before["seconds"] < summary.total_seconds == pytest.approx(summary.price)
+    progress = json.loads((answers / "_manifest.json").read_text())["progress"]
+    names = ("tokens_per_second", "seconds", "price")
+    assert [progress[name] for name in names] == list(summary[6:])
+    new = progress["num_completion_tokens"] - before["num_completion_tokens"]
+    assert summary.tokens_per_second == pytest.approx(new / (progress["seconds"] - before["seconds"]))
+    # A call with nothing to do has no speed, and leaves the last one.
+    again = job()
+    assert (again.tokens_per_second, again.price) == (summary.tokens_per_second, None)
+    status = job_status(answers)
+    assert (status.tokens_per_second, status.price) == (summary.tokens_per_second, None)
 
 
 def test_the_status_of_no_job(tmp_path):

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -362,8 +363,9 @@ def test_run_batch_passes_on_what_is_given(answered, capsys, monkeypatch):
         "overwrite": False,
         "retry_errors": False,
     }
+    expected = "3 of 3 lines answered in answers\n5 prompt tokens, 7 completion tokens\nthis call took 1.0 s\n"
     said = capsys.readouterr().out
-    assert said == "3 of 3 lines answered in answers: 7 tokens; this call took 1.0 s\n"
+    assert said == expected
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # --quiet would set it.
     assert main([*BATCH, "--quiet"]) == 0
     assert (answered["arguments"]["use_tqdm"], capsys.readouterr().out) == (False, said)
@@ -397,6 +399,7 @@ def test_the_exit_status_of_run_batch(answered, capsys):
 
     for result, status, message in (
         (Summary(3, 1, 2, 5, 7, 1.0), 3, f"2 lines failed: {Path('answers', '_errors.jsonl')} says why"),
+        (Summary(3, 3, 0, 5, 7, 1.0, 7.0, 3.0, 0.5), 0, ""),
         (ValueError("format='x'"), 2, "nanovllm run-batch: format='x'"),
         (FileNotFoundError("no such file"), 2, "nanovllm run-batch: no such file"),
         (OSError(28, "No space left on device"), 1, "nanovllm run-batch: [Errno 28] No space left on device\n"),
@@ -410,6 +413,7 @@ def test_the_exit_status_of_run_batch(answered, capsys):
     for wrong, message in (
         (BATCH[:4], "missing: MODEL (usage: nanovllm run-batch MODEL -i FILE"),
         ([*BATCH, "--no-such-option"], "unknown option --no-such-option: "),
+        ([*BATCH, "--sample", "5"], "argument --sample: needs --dry-run"),
         ([*BATCH, "--overw"], "unknown option --overw: did you mean --overwrite?"),
         ([*BATCH, "--temperature", "warm"], "invalid float value: 'warm'"),
         ([*BATCH, "--chat-template", "no/file"], "--chat-template: 'no/file' cannot be read: "),
@@ -430,8 +434,16 @@ def test_a_dry_run_of_a_job(tmp_path, capsys):
     assert main(["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--dry-run"]) == 3
     captured = capsys.readouterr()
     assert "a.jsonl:2: has no prompt" in captured.err
-    assert captured.out.startswith("1 of 2 lines can be answered: ")
-    assert captured.out.endswith("prompt tokens, at most 5 completion tokens\n")
+    columns = "columns that are parameters of their lines: max_tokens (--no-line-parameters makes them data)\n"
+    columns += "columns that answers repeat: text\n"
+    counts = "1 of 2 lines can be answered\n2 prompt tokens, at most 5 completion tokens\n"
+    assert captured.out == counts + columns
+    sample = ["--sample", "3", "--price-per-hour", "9", "--ignore-eos", "--device", "cpu", "--max-num-seqs", "4"]
+    assert main(["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--dry-run", *sample]) == 3
+    first, batch, whole = capsys.readouterr().out.removeprefix(counts + columns).splitlines()
+    assert re.fullmatch(r"a sample of 1 line: 5.0 completion tokens each, [\d,]+ tokens a second", first)
+    assert batch == "    A batch of 4 (--max-num-seqs) is faster than one of 1."
+    assert re.fullmatch(r"the whole job: about 5 completion tokens, \d+ s, price 0.\d{4}", whole)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "model"]
 
 
