@@ -103,7 +103,7 @@ _ENGINE = (
     *("enforce_eager", "tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
-    *("speculation", "max_speculative_tokens", "plain", "chat_format"),
+    *("speculation", "max_speculative_tokens", "plain", "chat_format", "lora"),
 )
 
 
