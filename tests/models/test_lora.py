@@ -9,12 +9,15 @@ from checkpoints import Reference, complete, edit_json, greedy, make_checkpoint,
 from families import fields_of
 from lora_adapters import LINEAR, PREFIX, QKVO, edit_adapter, merged_copy, write_adapter
 from safetensors.torch import load_file, save_file
-from thread_ranks import make_llm_of_ranks
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from nanovllm.config import Config
+from nanovllm.layers.backends.torch_backend import TorchBackend
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.loader import load_model
 from nanovllm.models.lora import read_settings
+from nanovllm.models.registry import model_class
 
 PROMPTS = [[5, 9, 200, 31], [7] * 20]
 SIZES = {"hidden_size": 128, "intermediate_size": 192}
@@ -40,8 +43,8 @@ def merged(path, adapter, tmp_path_factory):
     return merged_copy(tmp_path_factory.mktemp("merged") / "model", path, adapter)
 
 
-def parameters(path, lora=None, num_ranks=1, **options):
-    with make_llm_of_ranks(path, num_ranks, lora=None if lora is None else str(lora), **options) as llm:
+def parameters(path, lora=None, **options):
+    with make_llm(path, lora=None if lora is None else str(lora), **options) as llm:
         llm.model_runner.model.unpack_weights()
         return {name: parameter.clone() for name, parameter in llm.model_runner.model.named_parameters()}
 
@@ -149,9 +152,10 @@ def test_scaling(config, module, scaling, path, tmp_path):
 EMBEDDING = "model.embed_tokens.weight"
 
 
-@pytest.mark.parametrize(
-    "case", ["saved head", "saved embedding", "lora of the head", "lora of the embedding", "layers"]
-)
+TIED_CASES = ["saved head", "saved embedding", "lora of the head", "lora of the embedding", "layers"]
+
+
+@pytest.mark.parametrize("case", TIED_CASES)
 def test_a_tied_head_becomes_its_own(case, tied, tmp_path):
     """If the adapter changes it or the embedding, and only then."""
     saved = case.rpartition(" ")[2] if case.startswith("saved") else ""
@@ -195,7 +199,6 @@ def test_tokens_are_those_of_the_merged_checkpoint(path, adapter, merged):
 
 
 FORMATS = {
-    "ranks": {"num_ranks": 2},
     "fp8": {"quantization": "fp8", "dtype": "bfloat16"},
     "int4": {"quantization": "int4"},
     "bfloat16": {"dtype": "bfloat16"},
@@ -204,8 +207,18 @@ FORMATS = {
 
 
 @pytest.mark.parametrize("options", FORMATS.values(), ids=FORMATS)
-def test_weights_are_merged_before_they_are_rounded_or_split(options, path, adapter, merged):
+def test_weights_are_merged_before_they_are_rounded(options, path, adapter, merged):
     assert_equal(parameters(path, adapter, **options), parameters(merged, **options))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_merges_its_part(rank, path, adapter, merged):
+    """Rows of some weights, columns of others."""
+    config, models = AutoConfig.from_pretrained(path), []
+    for place, lora in ((path, str(adapter)), (merged, None)):
+        models.append(model_class(config)(config, 64, TorchBackend(), TensorParallel(rank, 2), Matmul()))
+        load_model(models[-1], str(place), lora)
+    assert_equal(*(dict(model.named_parameters()) for model in models))
 
 
 FAMILIES = {
