@@ -39,7 +39,7 @@ LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "flash_attn", "triton", "torch"]
 Speculation = Literal["suffix"]
 Quantization = Literal["fp8", "int4", "mxfp4"]
-ChatFormat = Literal["harmony", "gemma4", "mistral", "qwen_xml", "hermes", "llama3_json", "think", "plain"]
+ChatFormat = Literal["harmony", "gemma4", "mistral", "seed_oss", "qwen_xml", "hermes", "llama3_json", "think", "plain"]
 
 
 def _option(default: Any, help: str, *rules: Rule, is_for_speed: bool = False) -> Any:

@@ -98,8 +98,9 @@ class NanoVLLM(TemplateLM):
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self._thinks = bool(enable_thinking)
-        is_id = isinstance(think_end_token, str) and think_end_token.isdigit()
-        self._think_end_token = int(think_end_token) if is_id else think_end_token
+        if isinstance(think_end_token, str) and think_end_token.isdigit():
+            think_end_token = int(think_end_token)
+        self._think_end_token = think_end_token
         self._template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
             self._template_args["enable_thinking"] = enable_thinking

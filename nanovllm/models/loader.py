@@ -97,6 +97,8 @@ def load_model(model: "LoadedModel", directory: str, lora: str | None = None) ->
         wanted = wanted_tensors(model)
         _check_all(wanted, tensors, directory)
         _log_unread_files(Path(directory))
+        if lora is not None:
+            logger.info("weights: merged with the adapter in %s", lora)
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(wanted, key=lambda name: -math.prod(wanted[name].shape))
         _load_all([(name, tensors[name], wanted[name]) for name in names])

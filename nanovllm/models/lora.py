@@ -4,7 +4,6 @@ A merged weight is W + scaling * B A, in float32, rounded once, to the parameter
 a rank reads its part of the weight.
 """
 
-import logging
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -17,8 +16,6 @@ import torch
 from nanovllm.layers.formats.parameters import FLOATS, Index, Slice
 from nanovllm.models.model_files import open_safetensors, read_json
 from nanovllm.utils.checks import is_int, is_number, quoted, require
-
-logger = logging.getLogger(__name__)
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FILES = (CONFIG, WEIGHTS)
@@ -211,7 +208,6 @@ def merge_adapter(
         changed[ours] = Content(_merged(base.content, parts, settings, module, path), base.file)
     if is_tied:
         changed.setdefault(HEAD, found[EMBEDDING])
-    logger.info("lora: %s: %d matrices merged, %d tensors replaced", directory, len(matrices), len(whole))
     return changed
 
 
