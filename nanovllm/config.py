@@ -16,6 +16,7 @@ from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
+from nanovllm.models.lora import ADAPTER_FILES, read_settings
 from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
 from nanovllm.models.model_size import check_layers
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config, similar_presets
@@ -41,8 +42,8 @@ class Config(EngineOptions):
     """Checked options of one engine; docs/reference.md describes each of them.
 
     The checks change some: `model` becomes a str, the directory or the published shape. `device` becomes "cuda" or
-    "cpu", `dtype`, `kv_cache_dtype` and `state_dtype` a torch.dtype, and `eos` a tuple. `tokenizer` becomes its
-    directory, or None if there is none. `max_model_len` becomes a number, and `hf_config` the model's.
+    "cpu", `dtype`, `kv_cache_dtype` and `state_dtype` a torch.dtype, and `eos` a tuple. `tokenizer` and `lora` become
+    directories, or None if there is none. `max_model_len` becomes a number, and `hf_config` the model's.
 
     Attributes that the checks set:
         hub_id: the model as it is called on the hub; None for a directory or a published shape.
@@ -70,6 +71,7 @@ class Config(EngineOptions):
         self._resolve_limits()
         self._resolve_eos()
         self._resolve_tokenizer()
+        self._resolve_lora()
         if self.hub_id is not None and self.load_format == "auto":
             download(self.hub_id, "model", WEIGHT_FILES, self.revision)
 
@@ -254,6 +256,18 @@ class Config(EngineOptions):
         if outside:
             logger.warning("%s: ignoring eos_token_id %s, outside the vocabulary, 0..%d", source, outside, size - 1)
         self.eos = tuple(sorted({*self.eos, *token_ids}.difference(outside)))
+
+    def _resolve_lora(self) -> None:
+        if self.lora is None:
+            return
+        name, stored = str(self.lora), checkpoint_quantization(self.hf_config).weights
+        if stored is not None:
+            raise ValueError(
+                f"lora={quoted(name)}: must be None for a checkpoint whose weights are rounded already, here to "
+                f"{stored.name}: use the unquantized checkpoint, with quantization='fp8' or 'int4' to round it merged"
+            )
+        self.lora = str(find_directory(name, "lora") or download(name, "lora", ADAPTER_FILES))
+        read_settings(self.lora)
 
     def _resolve_tokenizer(self) -> None:
         if self.skip_tokenizer_init:

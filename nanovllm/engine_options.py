@@ -40,7 +40,7 @@ LoadFormat = Literal["auto", "dummy"]
 AttentionBackend = Literal["auto", "flash_attn", "triton", "torch"]
 Speculation = Literal["suffix"]
 Quantization = Literal["fp8", "int4", "mxfp4"]
-ChatFormat = Literal["harmony", "gemma4", "mistral", "qwen_xml", "hermes", "llama3_json", "think", "plain"]
+ChatFormat = Literal["harmony", "gemma4", "mistral", "seed_oss", "qwen_xml", "hermes", "llama3_json", "think", "plain"]
 
 
 def _option(default: Any, help: str, *rules: Rule, is_for_speed: bool = False) -> Any:
@@ -126,6 +126,8 @@ _NOT_PLAIN = together(lambda options: not options.plain, "None with plain=True")
 _IF_USED = together(
     lambda options: not options.skip_tokenizer_init, "None with skip_tokenizer_init=True, which loads no tokenizer"
 )
+_OF_FILES = together(lambda options: options.load_format != "dummy", "None with load_format='dummy'")
+_ADAPTER = Rule(_is_name, "a name, or None")
 _HF_CONFIG = Rule(
     lambda config: hasattr(config, "max_position_embeddings"),
     "a transformers configuration, or None to read the model's",
@@ -184,6 +186,7 @@ class EngineOptions:
     quantization: Quantization | None = _option(
         None, "round the weights while they are loaded: fp8, int4 or mxfp4", _QUANTIZATION, _NOT_PLAIN
     )
+    lora: Any = _option(None, "a LoRA adapter to merge while loading: a PEFT folder or hub id", _ADAPTER, _OF_FILES)
     load_format: LoadFormat = _option("auto", "dummy: random weights", one_of(*get_args(LoadFormat)))
     attention_backend: AttentionBackend = _speed_option(
         "auto", "what computes attention", one_of(*get_args(AttentionBackend))

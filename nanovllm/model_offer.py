@@ -82,7 +82,7 @@ def make_offer(hub_id: str, preset: str, **options: Any) -> Offer:
     """From its shape alone. options: as LLM takes them. Raises ValueError and TypeError as LLM."""
     from huggingface_hub.constants import HF_HUB_CACHE
 
-    options = {name: value for name, value in options.items() if name not in ("revision", "tokenizer")}
+    options = {name: value for name, value in options.items() if name not in ("revision", "tokenizer", "lora")}
     question = Question(preset, **options)
     place = cpu_place() if options.get("device") == "cpu" or not torch.cuda.is_available() else gpu_place()
     needed = question.needs(place.is_cpu)

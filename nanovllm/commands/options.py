@@ -20,7 +20,7 @@ ENGINE = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
-    *("speculation", "max_speculative_tokens", "plain", "chat_format"),
+    *("speculation", "max_speculative_tokens", "plain", "chat_format", "lora"),
 )
 _ONE_ANSWER = ["max_tokens", "seed", *(name for name in SAMPLING if name not in ("n", "logprobs"))]
 

@@ -50,7 +50,7 @@ class NanoVLLM(TemplateLM):
         prefix_token_id: int | None = None,
         chat_template_args: dict[str, Any] | None = None,
         enable_thinking: bool | None = None,
-        think_end_token: str | None = None,
+        think_end_token: str | int | None = None,
         batch_size: int | str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
@@ -67,7 +67,8 @@ class NanoVLLM(TemplateLM):
                 else its end-of-sequence token.
             chat_template_args: variables of the chat template.
             enable_thinking: the same for this variable. Only answers can be asked for then, not log-likelihoods.
-            think_end_token: the text that ends an answer's thinking, which is not judged.
+            think_end_token: the text, or the token's id (digits are one too), that ends an answer's thinking, which is
+                not judged. enable_thinking needs it.
             batch_size: has no effect: the engine fills its batches itself.
             max_batch_size: sequences under way at the same time, at most.
             device: as LLM's. "cuda:0", the command line's default, is a CPU where there is no GPU, as for the harness's
@@ -75,9 +76,11 @@ class NanoVLLM(TemplateLM):
             seed: of answers that are sampled.
             options: LLM's other options.
 
-        Raises TypeError or ValueError as LLM does.
+        Raises TypeError or ValueError as LLM does, and ValueError for enable_thinking without think_end_token.
         """
         super().__init__()
+        if enable_thinking and think_end_token is None:
+            raise ValueError("enable_thinking=True needs think_end_token: the text or the token id that ends thinking")
         if max_length is not None:
             if "max_model_len" in options:
                 raise ValueError("max_length and max_model_len: give one of them")
@@ -95,6 +98,8 @@ class NanoVLLM(TemplateLM):
         self._add_bos_token = add_bos_token
         self._prefix_token_id = prefix_token_id
         self._thinks = bool(enable_thinking)
+        if isinstance(think_end_token, str) and think_end_token.isdigit():
+            think_end_token = int(think_end_token)
         self._think_end_token = think_end_token
         self._template_args = dict(chat_template_args or {})
         if enable_thinking is not None:
@@ -202,20 +207,32 @@ class NanoVLLM(TemplateLM):
                     f"max_gen_toks={max_tokens}: must be less than the model's longest sequence, {self.max_length}"
                 )
             sampling.pop("do_sample")  # The temperature says it.
+            if sampling.get("num_beams") == 1:  # What the harness's own classes do by default; others are refused.
+                sampling.pop("num_beams")
             sampling.setdefault("temperature", 0.0)
             prompts.append(self.tok_encode(context)[max_tokens - self.max_length :])
             # A model that thinks may write a task's stop string while it does.
-            params.append(SamplingParams(max_tokens=max_tokens, stop=() if self._think_end_token else stop, **sampling))
+            stop_at = stop if self._think_end_token is None else ()
+            params.append(SamplingParams(max_tokens=max_tokens, stop=stop_at, **sampling))
             stops.append(stop)
         answers = []
         for context, given, stop, output in zip(
             contexts, options, stops, self._run(prompts, params, disable_tqdm), strict=True
         ):
-            # Not output["text"], which goes on a prompt's text: the harness decodes an answer by itself.
-            text = self.tokenizer.decode(output["token_ids"], skip_special_tokens=True)
-            answers.append(postprocess_generated_text(text, stop, self._think_end_token))
+            answers.append(self._judged(output["token_ids"], stop))
             self.cache_hook.add_partial("generate_until", (context, given), answers[-1])
         return answers
+
+    def _judged(self, token_ids: list[int], stop: list[str]) -> str:
+        """What of an answer is judged, as the harness's `hf` model finds it."""
+        # Not the output's text, which goes on a prompt's text: the harness decodes an answer by itself.
+        end = self._think_end_token
+        if not isinstance(end, int):
+            return postprocess_generated_text(self.tokenizer.decode(token_ids, skip_special_tokens=True), stop, end)
+        places = [i for i, token_id in enumerate(token_ids) if token_id == end]
+        answer = token_ids[places[-1] + 1 :] if places else token_ids
+        text = self.tokenizer.decode(answer, skip_special_tokens=True).lstrip()
+        return postprocess_generated_text(text, stop, None)
 
     def _run(self, prompts: list[list[int]], params: list[SamplingParams], disable_tqdm: bool) -> list[RequestOutput]:
         outputs = self.llm.generate(prompts, params, use_tqdm=not disable_tqdm)

@@ -35,6 +35,8 @@ Model = str | os.PathLike[str] | LLM
 # A job may go on with other values of these.
 _OF_SPEED = {field.name for field in fields(Config) if field.metadata.get("is_for_speed")}
 _NOT_OF_JOBS = {"model", "seed", "skip_tokenizer_init"}
+# For a check that loads no weights, and downloads none.
+_WITHOUT_WEIGHTS: Row = {"load_format": "dummy", "lora": None}
 
 
 class Cluster(NamedTuple):
@@ -106,18 +108,15 @@ class Arguments:
         if not is_elsewhere:
             check_options(model, **self.engine_options)
             return
-        with suppress(FileNotFoundError):  # With "dummy" no weights are downloaded here.
-            Config(
-                model, **{"tokenizer": self.tokenizer} | self.engine_options | {"device": "cpu", "load_format": "dummy"}
-            )
+        with suppress(FileNotFoundError):
+            Config(model, **{"tokenizer": self.tokenizer} | self.engine_options | {"device": "cpu"} | _WITHOUT_WEIGHTS)
 
     def checker(self, is_elsewhere: bool = False) -> RequestChecker | None:
         """Of requests; needs no GPU and no weights. None if only other machines have the model. is_elsewhere: as in
         check_engine."""
         if isinstance(self.model, LLM):
             return RequestChecker(self.model.config, self.model.scheduler.length_limit.num_blocks)
-        # No weights are needed: with "dummy" none is downloaded.
-        options = {"tokenizer": self.tokenizer} | self.engine_options | {"load_format": "dummy"}
+        options = {"tokenizer": self.tokenizer} | self.engine_options | _WITHOUT_WEIGHTS
         if not is_elsewhere:
             return RequestChecker(Config(os.fspath(self.model), **options))
         with suppress(FileNotFoundError):

@@ -22,6 +22,7 @@ _WHOLE_FILES = (
     *("merges.txt", "chat_template.*", "additional_chat_templates/*.jinja"),
 )
 _WEIGHTS = ("*.safetensors",)
+_ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 _MAX_HEADER = 1 << 28
 _SAMPLE = 1024  # bytes of each tensor
 _NUM_SAMPLES = 256  # of a file whose tensors are unknown
@@ -31,8 +32,9 @@ Fingerprint = dict[str, str]  # a hash for each file, by its name in the directo
 
 def engine_fingerprint(llm: LLM) -> Fingerprint:
     config = llm.config
-    model, tokenizer = (None if name is None else Path(name) for name in (config.model, config.tokenizer))
-    return _fingerprint(model, tokenizer, config.load_format != "dummy")
+    names = config.model, config.tokenizer, config.lora
+    model, tokenizer, lora = (None if name is None else Path(name) for name in names)
+    return _fingerprint(model, tokenizer, lora, config.load_format != "dummy")
 
 
 def job_fingerprint(arguments: Arguments) -> Fingerprint | None:
@@ -42,7 +44,10 @@ def job_fingerprint(arguments: Arguments) -> Fingerprint | None:
         return engine_fingerprint(arguments.model)
     has_weights = arguments.engine_options.get("load_format") != "dummy"
     model, tokenizer = _directory(arguments.model_name), _directory(arguments.tokenizer)
-    return None if has_weights and None in (model, tokenizer) else _fingerprint(model, tokenizer, has_weights)
+    name = arguments.engine_options.get("lora")
+    lora = None if name is None else _directory(str(name))
+    is_unknown = None in (model, tokenizer) or (lora is None and name is not None)
+    return None if has_weights and is_unknown else _fingerprint(model, tokenizer, lora, has_weights)
 
 
 def _directory(name: str) -> Path | None:
@@ -51,12 +56,17 @@ def _directory(name: str) -> Path | None:
     return Path(path) if os.path.isdir(path) else None
 
 
-def _fingerprint(model: Path | None, tokenizer: Path | None, has_weights: bool) -> Fingerprint:
-    """Directories; None, or one that is not there, for a published shape, which has no files."""
+def _fingerprint(model: Path | None, tokenizer: Path | None, lora: Path | None, has_weights: bool) -> Fingerprint:
+    """Directories; None, or one that is not there, for a published shape, which has no files. lora: None for no
+    adapter."""
     found: Fingerprint = {}
     if model is not None and model.is_dir():
         found |= {name: xxh3_128_hexdigest((model / name).read_bytes()) for name in _names(model, _WHOLE_FILES)}
         found |= {name: _hash_weights(model / name) for name in _names(model, _WEIGHTS) if has_weights}
+    if lora is not None:
+        found |= {
+            f"the adapter's {name}": xxh3_128_hexdigest((lora / name).read_bytes()) for name in _names(lora, _ADAPTER)
+        }
     if tokenizer is None or not tokenizer.is_dir():
         return found
     if model is None or not found or not os.path.samefile(tokenizer, model):

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 
 from nanovllm.layers.formats.parameters import FLOATS, Index, Sliceable, StorageFormat, Unpacking, stored
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.models.expert_tensors import Splitter, stacked_experts
-from nanovllm.models.model_files import check_readable, read_json
+from nanovllm.models.lora import EMBEDDING, HEAD, merge_adapter
+from nanovllm.models.model_files import open_safetensors, read_json
 from nanovllm.models.other_formats import other_format
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.interrupts import held_interrupt
@@ -33,7 +33,6 @@ logger = logging.getLogger(__name__)
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _OF_OTHERS = ("adapter_", "consolidated", "scheduler", "optimizer", "training_")  # files beside a model's
-_HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 # Checkpoints with a tied embedding may hold the head too, and older ones RoPE's frequencies. An fp8 KV cache reads the
 # scales (`engine.start.kv_scales`).
 _UNUSED = (
@@ -82,8 +81,9 @@ class _Wanted(NamedTuple):
         return [n for n in shape if n != 1] == [n for n in self.shape if n != 1]
 
 
-def load_model(model: "LoadedModel", directory: str) -> None:
-    """Fill every parameter from the safetensors files of a model directory.
+def load_model(model: "LoadedModel", directory: str, lora: str | None = None) -> None:
+    """Fill every parameter from the safetensors files of a model directory, merged with the adapter in the folder
+    `lora`.
 
     All names, shapes and dtypes are checked in the files' headers before the first byte is copied. A parameter's
     weight_loader reads only what its rank needs from the memory-mapped file.
@@ -93,10 +93,12 @@ def load_model(model: "LoadedModel", directory: str) -> None:
         ValueError: a damaged file; or a missing or extra tensor, or one of a wrong shape or dtype, with its file.
     """
     with ExitStack() as stack:
-        tensors = _tensors_of(model, directory, stack)
+        tensors = _tensors_of(model, directory, lora, stack)
         wanted = wanted_tensors(model)
         _check_all(wanted, tensors, directory)
         _log_unread_files(Path(directory))
+        if lora is not None:
+            logger.info("weights: merged with the adapter in %s", lora)
         # The largest first, so that no thread is left alone with one in the end.
         names = sorted(wanted, key=lambda name: -math.prod(wanted[name].shape))
         _load_all([(name, tensors[name], wanted[name]) for name in names])
@@ -180,20 +182,20 @@ def load_tensors(model: "LoadedModel", tensors: Iterable[tuple[str, torch.Tensor
         _load(name, _Tensor(tensor, Path("weights")), wanted[name])
 
 
-def check_checkpoint(model: "LoadedModel", directory: str) -> None:
+def check_checkpoint(model: "LoadedModel", directory: str, lora: str | None = None) -> None:
     """Raise what `load_model` would raise for the headers. The model may be on the meta device."""
     with ExitStack() as stack:
-        _check_all(wanted_tensors(model), _tensors_of(model, directory, stack), directory)
+        _check_all(wanted_tensors(model), _tensors_of(model, directory, lora, stack), directory)
 
 
-def has_other_head(directory: str, prefixes: Mapping[str, str]) -> bool:
-    """Whether a checkpoint holds a head that is another matrix than its embedding, though it may say that they are
-    tied. Raises as load_model does for damaged files."""
+def has_other_head(directory: str, prefixes: Mapping[str, str], lora: str | None = None) -> bool:
+    """Whether a checkpoint, merged with an adapter, holds a head that is another matrix than its embedding, though it
+    may say that they are tied. Raises as load_model does for damaged files."""
     with ExitStack() as stack:
-        tensors = open_tensors(directory, stack, prefixes)
-        if not {_HEAD, _EMBEDDING} <= set(tensors):
+        tensors = _with_adapter(open_tensors(directory, stack, prefixes), lora, stack, prefixes)
+        if not {HEAD, EMBEDDING} <= set(tensors):
             return False
-        head, embedding = tensors[_HEAD].content, tensors[_EMBEDDING].content
+        head, embedding = tensors[HEAD].content, tensors[EMBEDDING].content
         num_rows = head.get_shape()[0]
         if head.get_shape() != embedding.get_shape():
             return True
@@ -274,11 +276,7 @@ def open_tensors(
     `checkpoint_prefixes` and `split_experts`."""
     tensors: dict[str, _Tensor] = {}
     for path in _checkpoint_files(Path(directory)):
-        check_readable(path)
-        try:
-            file = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"{path}: damaged or truncated safetensors file ({error}): download it again") from error
+        file = open_safetensors(path, stack)
         for name in file.keys():  # noqa: SIM118 (not a dict)
             if name in tensors:
                 raise ValueError(f"{path}: tensor {name!r} is in {tensors[name].file.name} as well")
@@ -290,8 +288,17 @@ def open_tensors(
     return {ours: tensor for name, tensor in tensors.items() if (ours := _our_name(name, prefixes))}
 
 
-def _tensors_of(model: "LoadedModel", directory: str, stack: ExitStack) -> dict[str, _Tensor]:
-    return open_tensors(directory, stack, model.checkpoint_prefixes, model.split_experts)
+def _tensors_of(model: "LoadedModel", directory: str, lora: str | None, stack: ExitStack) -> dict[str, _Tensor]:
+    tensors = open_tensors(directory, stack, model.checkpoint_prefixes, model.split_experts)
+    return _with_adapter(tensors, lora, stack, model.checkpoint_prefixes)
+
+
+def _with_adapter(
+    tensors: dict[str, _Tensor], lora: str | None, stack: ExitStack, prefixes: Mapping[str, str]
+) -> dict[str, _Tensor]:
+    if lora is None:
+        return tensors
+    return tensors | {name: _Tensor(*each) for name, each in merge_adapter(tensors, lora, stack, prefixes).items()}
 
 
 def _our_name(name: str, prefixes: Mapping[str, str]) -> str | None:
@@ -299,7 +306,7 @@ def _our_name(name: str, prefixes: Mapping[str, str]) -> str | None:
     for theirs, ours in prefixes.items():
         if name.startswith(theirs):
             return ours + name.removeprefix(theirs)
-    return name if name == _HEAD else None
+    return name if name == HEAD else None
 
 
 def _checkpoint_files(directory: Path) -> list[Path]:

@@ -2,8 +2,11 @@
 
 import json
 import os
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from safetensors import SafetensorError, safe_open
 
 from nanovllm.models.hub_errors import download_error
 from nanovllm.models.other_formats import describe_gguf
@@ -110,6 +113,15 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}: download it again")
     return content
+
+
+def open_safetensors(file: Path, stack: ExitStack) -> Any:
+    """An open safetensors file, until the stack is closed. Raises FileNotFoundError or ValueError, naming it."""
+    check_readable(file)
+    try:
+        return stack.enter_context(safe_open(file, framework="pt", device="cpu"))
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{file}: damaged or truncated safetensors file ({error}): download it again") from error
 
 
 def check_readable(file: Path) -> None:

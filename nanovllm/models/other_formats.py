@@ -38,9 +38,8 @@ def _adapter(folder: Path) -> str | None:
         return None
     base = _read(file).get("base_model_name_or_path")
     return (
-        f"it is a PEFT adapter of {base or 'a model'}, not a model. Merge it with `pip install peft`: "
-        f"AutoPeftModelForCausalLM.from_pretrained({str(folder)!r}).merge_and_unload().save_pretrained(NEW_FOLDER), "
-        "and save the tokenizer there too"
+        f"it is a PEFT adapter of {base or 'a model'}, not a model: "
+        f"LLM({str(base or 'MODEL')!r}, lora={str(folder)!r}), or on the command line --lora, merges it while loading"
     )
 
 

@@ -123,7 +123,7 @@ def test_tools_are_the_templates(llm):
         ),
         ({"temperature": 0.5}, TypeError, r"'temperature': pass sampling_params=SamplingParams\(temperature=0.5\)"),
         ({"continue_last_message": True}, TypeError, "did you mean 'continue_final_message'"),
-        ({"lora_request": 1}, TypeError, "LoRA is not supported"),
+        ({"lora_request": 1}, TypeError, r"LLM\(model, lora=ADAPTER\)"),
     ],
     ids=lambda value: f"{value:.40}" if isinstance(value, str) else "",  # A function's repr changes with each process.
 )

@@ -181,6 +181,7 @@ OF_CONFIG = {
     "quantization": choice("fp8", "int4", "mxfp4", allowed="None or one of fp8, int4, mxfp4")._replace(
         right=[None, "fp8", "int4", "mxfp4"], wrong=["int3", "awq", "", "FP8", 8, True, ["fp8"], b"fp8"]
     ),
+    "lora": name("a name, or None", [None]),
     "load_format": choice("auto", "dummy")._replace(right=["dummy"]),
     "attention_backend": choice("auto", "flash_attn", "triton", "torch"),
     "enable_prefix_caching": flag(),
@@ -407,6 +408,7 @@ TOGETHER = [
     (Config, {"mixed_step_rows": 8} | PLAIN, "=8: must be 0 or None with plain=True"),
     (Config, {"speculation": "suffix"} | PLAIN, "='suffix': must be None with plain=True"),
     (Config, {"tokenizer": "a", "skip_tokenizer_init": True}, "='a': must be None with skip_tokenizer_init=True"),
+    (Config, {"lora": "a"}, "='a': must be None with load_format='dummy'"),
     (SamplingParams, {"min_tokens": 65}, "=65: must be at most max_tokens, 64"),
     (SamplingParams, {"logprob_token_ids": [5]}, r"=\(5,\): must be None where logprobs is not given"),
     (SamplingParams, {"prompt_logprobs_start": 1}, "=1: must be 0 where prompt_logprobs is not given"),

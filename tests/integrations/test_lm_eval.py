@@ -13,6 +13,7 @@ import real_model
 import transformers
 from checkpoints import make_checkpoint
 
+from nanovllm import SamplingParams
 from nanovllm.cli import main
 
 lm_eval = pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install '.[eval]'")
@@ -170,6 +171,40 @@ def test_thinking_is_not_judged(tiny, models):
     assert answer == whole.split(mark)[-1].lstrip().split(whole[0])[0]
 
 
+def test_thinking_ends_at_a_token(tiny, models, monkeypatch):
+    """Given by its id, as in the hf model: what follows the last such token is judged."""
+    theirs, request = models[1], ("a block is", {"until": [], "max_gen_toks": 30})
+    options = {"max_length": 200, "device": "cpu", "kvcache_block_size": 16, "kvcache_gib": 0.1}
+    ours = get_model("nanovllm")(str(tiny), think_end_token="0", **options)
+    try:
+        assert ours._think_end_token == 0
+        (whole,) = ours.generate_until(instances("generate_until", request))
+        tokens = ours.llm.generate([request[0]], SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
+        answer = tokens[0]["token_ids"]
+        end = next(token_id for token_id in answer[:-1] if answer.count(token_id) > 1)
+        ours._think_end_token = theirs.think_end_token = end
+        (own,), (other,) = (model.generate_until(instances("generate_until", request)) for model in (ours, theirs))
+        assert own == other
+        assert len(own) < len(whole.split(ours.tokenizer.decode([end]), 1)[-1]), "after the last one"
+        # A stop string of the task in the thinking does not end the answer.
+        stopped = (request[0], request[1] | {"until": [whole[0]]})
+        assert ours.generate_until(instances("generate_until", stopped)) == [own.split(whole[0])[0]]
+        ours._think_end_token, generate, stops = 0, ours.llm.generate, []
+        spy = lambda prompts, params, **kw: stops.append(params[0].stop) or generate(prompts, params, **kw)  # noqa: E731
+        monkeypatch.setattr(ours.llm, "generate", spy)
+        ours.generate_until(instances("generate_until", stopped))
+        assert not stops[0], "a token's id may be 0"
+    finally:
+        theirs.think_end_token = None
+        ours.llm.exit()
+
+
+def test_one_beam_is_greedy(models):
+    texts = [{"max_gen_toks": 10}, {"max_gen_toks": 10, "num_beams": 1}]
+    plain, beam = models[0].generate_until(instances("generate_until", *(("a block", each) for each in texts)))
+    assert plain == beam
+
+
 def test_a_template_without_system_messages(models):
     ours = models[0]
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
@@ -187,6 +222,7 @@ def test_a_template_without_system_messages(models):
         ({"max_length": 10, "max_model_len": 10}, "give one of them"),
         ({"dtyp": "float32"}, "dtype"),
         ({"dtype": "float31"}, "float31"),
+        ({"enable_thinking": True}, "enable_thinking=True needs think_end_token"),
     ],
 )
 def test_wrong_model_arguments(tiny, arguments, message):

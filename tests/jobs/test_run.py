@@ -7,7 +7,9 @@ import shutil
 import sys
 
 import pytest
+from checkpoints import edit_json
 from job_files import by_id, interrupted_after, prompts, read_folder, read_lines, write_lines
+from lora_adapters import write_adapter
 from test_lines import OPENAI_LINE, VLLM_LINE
 
 from nanovllm import SamplingParams
@@ -142,6 +144,13 @@ def test_another_model_in_the_same_folder_is_refused(job, answers, tmp_path, pat
         job(**options)
     (model / "chat_template.jinja").unlink()
     assert job(**options)[1] == 3
+    # So with its adapter.
+    lora = write_adapter(tmp_path / "adapter", path)
+    again = {"output": tmp_path / "with-adapter"} | options
+    job(prompts(3), lora=str(lora), **again)
+    edit_json(lora / "adapter_config.json", lora_alpha=1)
+    with pytest.raises(ValueError, match=r"another one: the adapter's adapter_config\.json differs; choose"):
+        job(lora=str(lora), **again)
     # A job of an earlier version goes on, with a warning.
     manifest = json.loads((answers / "_manifest.json").read_text())
     files = manifest.pop("model_files")

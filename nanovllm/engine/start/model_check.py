@@ -40,16 +40,16 @@ def check_model(config: Config, rank: int, free: int) -> None:
         untie_other_head(config)
     model = meta_model(config, rank)
     if has_files:
-        check_checkpoint(model, config.model)
+        check_checkpoint(model, config.model, config.lora)
     if rank == 0 or config.device == "cuda":
         _check_memory(config, model, rank, free)
 
 
 def untie_other_head(config: Config) -> None:
-    if has_other_head(config.model, model_class(config.hf_config).checkpoint_prefixes):
+    if has_other_head(config.model, model_class(config.hf_config).checkpoint_prefixes, config.lora):
         logger.warning(
             "%s: config.json ties the head to the embedding, but lm_head.weight is another matrix: it is loaded",
-            config.model,
+            config.lora or config.model,
         )
         config.hf_config = copy(config.hf_config)
         config.hf_config.tie_word_embeddings = False

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 def load_weights(config: Config, model: "LoadedModel", rank: int) -> None:
     if config.load_format == "dummy":
         load_dummy(model, config.seed or 0, rank)
-    elif config.plain:
+    elif config.plain and config.lora is None:
         load_plain_model(model, config.model)
     else:
-        load_model(model, config.model)
+        load_model(model, config.model, config.lora)
     if config.device == "cpu":
         model.pack_weights()
 
