@@ -39,6 +39,9 @@ class EngineAtOnce(LLM):
     def __del__(self):
         pass
 
+    def stats(self):
+        return {"generated_tokens": 0, "running": 0}
+
     def generate_iter(self, prompts, params, on_error):
         waiting = []
         for index, prompt in enumerate(prompts):
