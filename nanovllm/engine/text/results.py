@@ -23,12 +23,12 @@ class Results:
     `ready` is {index of the request: its result}, in the order in which they were made.
     """
 
+    ready: dict[int, RequestOutput | ErrorOutput]
+
     def __init__(self, requests: Iterable[object] = ()) -> None:
         """requests: sequences, or the exception that refuses the request, whose result is ready then."""
         self._samples: dict[int, list[Sequence]] = defaultdict(list)  # finished, of requests that are not
-        self.ready: dict[int, RequestOutput | ErrorOutput] = {
-            i: error_output(each) for i, each in enumerate(requests) if isinstance(each, Exception)
-        }
+        self.ready = {i: error_output(each) for i, each in enumerate(requests) if isinstance(each, Exception)}
 
     def record(self, finished: list[Sequence]) -> None:
         """Sequences that are complete, with their texts."""
