@@ -45,8 +45,11 @@ def threads() -> set[str]:
     return {thread.name for thread in threading.enumerate() if thread.name.startswith("nanovllm-replica")}
 
 
-def test_processes_answer_as_one_engine_until_one_is_killed(spawned, path, capfd):
+def test_processes_answer_as_one_engine_until_one_is_killed(spawned, path, capfd, monkeypatch):
     """All in one test, because a start takes seconds."""
+    send_all = replicas_module._send_all
+    # The end of a thread takes a while, as on a busy machine.
+    monkeypatch.setattr(replicas_module, "_send_all", lambda *args: (send_all(*args), time.sleep(0.2)))
     params = [SamplingParams(max_tokens=5 + i, temperature=0.8) for i in range(12)]
     with make_llm(path, **OPTIONS) as one:
         expected = complete(one, PROMPTS, params)

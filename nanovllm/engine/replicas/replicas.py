@@ -68,6 +68,7 @@ class Replicas:
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._unread: list[Message] = []
         self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
+        self._senders: list[threading.Thread] = []
         self._call_number = self._sleep_level = 0
         self._has_ended = False
         self._waker, self._wakes = multiprocessing.Pipe(duplex=False)
@@ -103,6 +104,7 @@ class Replicas:
                 sender = threading.Thread(target=_send_all, args=(self._outboxes[i], ours), daemon=True)
                 sender.name = "nanovllm-replica-sender"
                 sender.start()
+                self._senders.append(sender)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
@@ -217,6 +219,9 @@ class Replicas:
             for outbox in self._outboxes:
                 outbox.put(None)
             self._wakes.send_bytes(b"")
+            # Before the connections are closed: a file opened next may get the number of one that is still written to.
+            for sender in self._senders:
+                sender.join(EXIT_SECONDS / 2)
             if self._watcher.is_alive() and threading.current_thread() is not self._watcher:
                 self._watcher.join(EXIT_SECONDS / 2)
             for connection in (*self.connections, self._waker, self._wakes):
