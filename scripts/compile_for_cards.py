@@ -373,13 +373,15 @@ def _kind(arg: Any) -> Any:
 
 
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(model, options): each model, one of them over two GPUs, one of each kind of layer and head_dim in float32, and
-    in fp8 where the card has that, one with experts in int4, for one card also one without, and one with states in
-    bfloat16. For `_FEWER_MODELS` only one of each kind as it is, one with experts in int4, and one with such states."""
+    """(model, options): each model, one of them over two and over four GPUs, one of each kind of layer and head_dim in
+    float32, and in fp8 where the card has that, one with experts in int4, for one card also one without, and one with
+    states in bfloat16. For `_FEWER_MODELS` only one of each kind as it is, one with experts in int4, and one with such
+    states."""
     has_fewer = capability in _FEWER_MODELS
     kinds: set[Any] = set()
     if not has_fewer:
-        yield models[0], {"tensor_parallel_size": 2}
+        for size in (2, 4):  # More than two sum in another way.
+            yield models[0], {"tensor_parallel_size": size}
     configs = {model: preset_config(model) for model in models}
     with_experts = [model for model, config in configs.items() if getattr(config, "num_experts", 0)]
     # The weights of others have a format.

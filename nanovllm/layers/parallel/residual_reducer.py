@@ -11,13 +11,17 @@ from nanovllm.kernels.parallel.posted_sums import Inboxes, collect, push_add_nor
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.parallel.peer_memory import Peers
 
-# With more than two ranks a one-shot sum moves more bytes than NCCL does, so it pays only for few tokens.
-_MAX_TOKENS_OF_MANY_RANKS = 512
+# With more than two ranks, NCCL is faster for long prefills. On four H200s, a sum of 256 tokens took 29 µs in two
+# shots, 36 by NCCL, and 41 to 58 in one shot (benchmarks/all_reduce.py).
+_MAX_TOKENS_OF_MANY_RANKS = 2048
 
 
 class ResidualReducer:
     """Adds the ranks' parts of a layer's output to the residual stream. One object serves all layers of a rank. All
     ranks must call it in the same order with the same shapes.
+
+    Sums of up to `posted_sums.MAX_TOKENS` tokens are messages. Longer ones are in one shot between two ranks, and in
+    two shots among more (`kernels.parallel.all_reduce`).
 
     Every forward pass begins with `begin_pass`. It must have an even number of sums of up to `posted_sums.MAX_TOKENS`
     tokens, and of longer ones: two buffers take turns, and a CUDA graph replays the turns that it captured.
@@ -31,8 +35,15 @@ class ResidualReducer:
         self.rank, self.size = peers.rank, peers.size
         self._turn = 0
         self._abort_flag = peers.abort_flag
-        self._buffers = [peers.share(f"sums/buffer {i}", (max_tokens, hidden_size), dtype) for i in range(2)]
-        self._flags = peers.share("sums/flags", (kernels.MAX_PULL_PROGRAMS, self.size), torch.int32)
+        self._has_two_shots = self.size > 2
+        # After a sum in two shots, no other rank uses this rank's buffer any more. So one is enough.
+        num_buffers, num_programs = 2, kernels.MAX_PULL_PROGRAMS
+        if self._has_two_shots:
+            num_buffers, num_programs = 1, kernels.MAX_TWO_SHOT_PROGRAMS
+            max_tokens = min(max_tokens, _MAX_TOKENS_OF_MANY_RANKS)
+        shape = max_tokens, hidden_size
+        self._buffers = [peers.share(f"sums/buffer {i}", shape, dtype) for i in range(num_buffers)]
+        self._flags = peers.share("sums/flags", (num_programs, self.size), torch.int32)
         inboxes = (2, self.size, posted_sums.MAX_TOKENS, hidden_size // 2)
         self._inbox_memory = peers.share("sums/inboxes", inboxes, torch.int64)
         own, addresses = self._inbox_memory.tensor, self._inbox_memory.address_table
@@ -45,7 +56,7 @@ class ResidualReducer:
 
     def takes(self, num_tokens: int) -> bool:
         """Whether this is faster than NCCL for a step of this many tokens."""
-        return self.size == 2 or num_tokens <= _MAX_TOKENS_OF_MANY_RANKS
+        return not self._has_two_shots or num_tokens <= _MAX_TOKENS_OF_MANY_RANKS
 
     def partial(self, num_tokens: int) -> torch.Tensor:
         """The memory to write this rank's part of the next sum to: [num_tokens, hidden_size]. Raises RuntimeError for
@@ -85,8 +96,9 @@ class ResidualReducer:
             self._index += 1
             return push_add_norm(self._inboxes, self._index - 1, partial, residual, weight, eps)
         buffers, flags = self._buffers[self._turn].address_table, self._flags.address_table
-        self._turn = 1 - self._turn
-        return kernels.pull_add_norm(buffers, flags, self._abort_flag, self.rank, residual, weight, eps)
+        self._turn = (self._turn + 1) % len(self._buffers)
+        add_norm = kernels.two_shot_add_norm if self._has_two_shots else kernels.pull_add_norm
+        return add_norm(buffers, flags, self._abort_flag, self.rank, residual, weight, eps)
 
 
 def make_reducer(peers: Peers | None, max_tokens: int, hidden_size: int, dtype: torch.dtype) -> ResidualReducer | None:
