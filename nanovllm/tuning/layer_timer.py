@@ -159,7 +159,7 @@ class LayerTimer:
         key = problem.key._replace(phase="prefill" if get_context().is_prefill else "decode")
         if isinstance(problem, ExpertsProblem):
             lens = get_context().context_lens
-            logits = before[:, : key.experts]
+            logits = before[:, : problem.logits.shape[1]]
             return problem._replace(key=key, x=hidden, logits=logits, out=out, add=True, context_lens=lens)
         if reads_stream:
             return problem._replace(key=key, x=hidden)
@@ -178,7 +178,7 @@ class LayerTimer:
         stream, out = (weight.new_empty(num_tokens, key.K).normal_() for _ in range(2))
         before = stream
         if isinstance(problem, ExpertsProblem):
-            before = weight.new_empty(num_tokens, key.experts).normal_()
+            before = weight.new_empty(num_tokens, problem.logits.shape[1]).normal_()
         elif not reads_stream:
             out = weight.new_empty(num_tokens, key.N).normal_()
         return self._with_tensors(problem, reads_stream, stream, before, out)
