@@ -22,9 +22,9 @@ where there is one.
 
 Weights may be in e4m3, and the inputs of their products then are too.
 
-The weights may be those of some experts alone, a tensor-parallel rank's. `route` gives these the numbers from 0 on. Pairs
-with other experts get the number of none, so they come last in the order, no tile is theirs, and `add_pairs` leaves them
-out.
+The weights may be those of some experts alone, a tensor-parallel rank's. `route` gives these the numbers from 0 on.
+Pairs with other experts get the number of none: they come last in the order, no tile is theirs, and `add_pairs` leaves
+them out.
 
 All five are dependent launches (see `dependent_launch`). Arguments of both products:
     order, starts: from `sort_by_expert`.
@@ -171,7 +171,8 @@ def route(
     tokens = max(1, _ROUTE_ELEMENTS // padded)
     launcher(_route_kernel, (triton.cdiv(num_tokens, tokens),), has_pdl(logits.device))(
         logits, scales, context_lens, experts, weights, num_tokens, logits.stride(0), num_experts,
-        *first_and_number(mine, num_experts), TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded, TOKENS=tokens, NORMALIZE=normalize,
+        *first_and_number(mine, num_experts), TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded,
+        TOKENS=tokens, NORMALIZE=normalize,
         num_warps=4,
     )  # fmt: skip
     return experts, weights
@@ -530,7 +531,7 @@ def _add_pairs_kernel(
             row = tl.load(positions + pair).to(tl.int64)
         is_there = inside
         if experts is not None:
-            is_there = inside & (tl.load(experts + pair) < num_experts)
+            is_there = column < tl.where(tl.load(experts + pair) < num_experts, num_columns, 0)
         value = tl.load(y + row * num_columns + column, mask=is_there, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + pair)

@@ -47,9 +47,9 @@ class ExpertsGemvConfig(NamedTuple):
 @triton.jit
 def _gate_up_kernel(
     x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x_stride, logits_stride, num_experts,
-    first_mine, num_mine, N, eps, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, PDL: tl.constexpr,
+    first_mine, num_mine, N, eps, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [tokens * TOP_K, N] = gate and up of norm(x), `gated`. BLOCK: columns and rows that share a
     scale; 0 if rows do."""
@@ -167,9 +167,9 @@ def gate_up(
 @triton.jit
 def _down_kernel(
     x, logits, scales, weight, weight_scale, bias, context_lens, out, logits_stride, out_stride, num_experts,
-    first_mine, num_mine, N, K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    first_mine, num_mine, N, K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALIZE: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD. BLOCK: as in
     `_gate_up_kernel`."""

@@ -44,8 +44,8 @@ ExpertLoader = Callable[[LayerParameter, Sliceable, Any, int], None]
 
 class ExpertsLinear(nn.Module):
     """The same layer of all experts of a rank: `weight`, `[num_experts, N, K]`, its scales if its format has some, and
-    perhaps a bias `[num_experts, N]`. Shard ids are (expert, shard id of a layer without experts), of all ranks' experts:
-    the loaders leave out what is another rank's."""
+    perhaps a bias `[num_experts, N]`. Shard ids are (expert, shard id of a layer without experts), of all ranks'
+    experts: the loaders leave out what is another rank's."""
 
     weight: LayerParameter
     weight_scale: LayerParameter  # in a format with scales
