@@ -58,7 +58,7 @@ class LayerTimer:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         self.candidates: dict[str, Candidate] = {each.name: each for each in make_candidates(device, quack)}
         # Of experts a step reads one for each token at least.
-        top_ks = [getattr(problem, "top_k", 1) for problem in problems]
+        top_ks = [getattr(problem, "mean_top_k", 1) for problem in problems]
         bits = [problem.weight.format.bits or 8 * dtype.itemsize for problem in problems]
         sizes = zip(keys, top_ks, bits, strict=True)
         num_bytes = sum(key.N * key.K * top_k * number for key, top_k, number in sizes) / 8

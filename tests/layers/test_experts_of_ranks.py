@@ -192,7 +192,7 @@ def test_what_neither_way_divides_is_refused(format, num_columns, reason):
 
 def test_experts_that_the_format_cannot_store_are_refused_for_any_number_of_ranks():
     for size in (1, 2):
-        with pytest.raises(ValueError, match="^quantization: weights in MXFP4 .* moe_size would be 98; use the unq"):
+        with pytest.raises(ValueError, match=r"^quantization: weights in MXFP4 .* moe_size would be 98; use the unq"):
             divide(0, size, format=Mxfp4(), num_columns=98)
 
 

@@ -59,9 +59,9 @@ class ExpertsProblem(NamedTuple):
     mine: range | None = None  # the experts whose weights and biases these are; None: all. Others add nothing.
 
     @property
-    def mean_top_k(self) -> float:
-        """How many of these experts a token has on average, if all experts are as likely."""
-        return self.top_k * self.key.experts / self.logits.shape[1]
+    def mean_top_k(self) -> int:
+        """How many of these experts a token has on average, if all experts are as likely; at least 1."""
+        return max(1, round(self.top_k * self.key.experts / self.logits.shape[1]))
 
 
 AnyProblem = Problem | ExpertsProblem
