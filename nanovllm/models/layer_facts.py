@@ -99,7 +99,7 @@ def _experts(mlp: MixtureOfExperts, add: bool, norm: RMSNorm | None) -> LayerPro
         lens = None
         if key.phase == "decode":
             lens = torch.ones(num_tokens, dtype=torch.int32, device=x.device)
-        logits = x.new_empty(num_tokens, len(mlp.gate.weight))[:, : key.experts]
+        logits = x.new_empty(num_tokens, len(mlp.gate.weight))[:, : mlp.gate.num_experts]
         tensors = Normed(x, norm) if norm else x, logits, weight
         down, out = mlp.experts.down_proj.matrix, torch.empty_like(x)
         return ExpertsProblem(key, *tensors, down, mlp.top_k, mlp.normalize, out, add, lens, **mlp.extras)
@@ -115,13 +115,14 @@ def gate_up_weight(model: DecoderForCausalLM) -> Weight:
 
 
 def num_layer_params(model: DecoderForCausalLM) -> int:
-    """Parameters of one layer on this rank, of experts only those that a token uses."""
+    """Parameters of one layer on this rank, of experts only those that a token uses on average."""
     layer: Any = model.model.layers[-1]
     num_params = sum(map(_num_params, layer.parameters()))
     mixture = layer.mlp.beside if isinstance(layer.mlp, MLPWithExperts) else layer.mlp
     if isinstance(mixture, MixtureOfExperts):
+        num_experts = mixture.experts.shards.num_experts
         for weight in mixture.experts.parameters():
-            num_params -= _num_params(weight) // len(weight) * (len(weight) - mixture.top_k)
+            num_params -= _num_params(weight) * (num_experts - mixture.top_k) // num_experts
     return num_params
 
 

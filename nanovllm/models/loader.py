@@ -74,6 +74,12 @@ class _Wanted(NamedTuple):
     shard_id: object  # for the parameter's weight_loader
     shape: tuple[int, ...]  # on all ranks together
 
+    @property
+    def is_of_rank(self) -> bool:
+        """Whether this rank holds anything of it. Other ranks may have some of the experts."""
+        its, shard_id = stored(self.param), self.shard_id
+        return its.num_experts is None or (isinstance(shard_id, tuple) and shard_id[0] in its.experts)
+
     def fits(self, shape: tuple[int, ...]) -> bool:
         """Whether a tensor of this shape may fill it. Scales may have dimensions of 1 more or less: [N] for [N, 1]."""
         if not stored(self.param).is_scale:
@@ -221,6 +227,8 @@ def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
 
 def _load(name: str, tensor: _Tensor, wanted: _Wanted) -> None:
     param, its = wanted.param, stored(wanted.param)
+    if not wanted.is_of_rank:
+        return
     if its.is_scale and its.format is not None and not its.format.are_scales(tensor.content[...]):
         raise ValueError(f"{tensor.file}: tensor {name!r} must hold finite scales >= 0: download the file again")
     if its.check is not None and (fault := its.check(tensor.content[...], wanted.shard_id)) is not None:

@@ -58,7 +58,7 @@ class LayerTimer:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         self.candidates: dict[str, Candidate] = {each.name: each for each in make_candidates(device, quack)}
         # Of experts a step reads one for each token at least.
-        top_ks = [getattr(problem, "top_k", 1) for problem in problems]
+        top_ks = [getattr(problem, "mean_top_k", 1) for problem in problems]
         bits = [problem.weight.format.bits or 8 * dtype.itemsize for problem in problems]
         sizes = zip(keys, top_ks, bits, strict=True)
         num_bytes = sum(key.N * key.K * top_k * number for key, top_k, number in sizes) / 8
@@ -159,7 +159,7 @@ class LayerTimer:
         key = problem.key._replace(phase="prefill" if get_context().is_prefill else "decode")
         if isinstance(problem, ExpertsProblem):
             lens = get_context().context_lens
-            logits = before[:, : key.experts]
+            logits = before[:, : problem.logits.shape[1]]
             return problem._replace(key=key, x=hidden, logits=logits, out=out, add=True, context_lens=lens)
         if reads_stream:
             return problem._replace(key=key, x=hidden)
@@ -178,7 +178,7 @@ class LayerTimer:
         stream, out = (weight.new_empty(num_tokens, key.K).normal_() for _ in range(2))
         before = stream
         if isinstance(problem, ExpertsProblem):
-            before = weight.new_empty(num_tokens, key.experts).normal_()
+            before = weight.new_empty(num_tokens, problem.logits.shape[1]).normal_()
         elif not reads_stream:
             out = weight.new_empty(num_tokens, key.N).normal_()
         return self._with_tensors(problem, reads_stream, stream, before, out)

@@ -111,23 +111,27 @@ class Layer:
     normalize=st.booleans(),
     has_padding=st.booleans(),
     has_scales=st.booleans(),
+    rank=st.integers(-1, 2),
     dtype=dtypes,
     seed=st.integers(0, 1000),
 )
 def test_tokens_are_routed_as_by_the_twin(
-    device, num_tokens, num_experts, top_k, routing, normalize, has_padding, has_scales, dtype, seed
+    device, num_tokens, num_experts, top_k, routing, normalize, has_padding, has_scales, rank, dtype, seed
 ):
     torch.manual_seed(seed)
     top_k = min(top_k, num_experts)
     # Of 16-bit logits many are equal.
     logits = make_logits(num_tokens, num_experts, routing, dtype, device)
     context_lens = make_context_lens(num_tokens, has_padding, device)
-    options = top_k, normalize, context_lens, torch.randn(num_experts, device=device) if has_scales else None
+    edges = [i * num_experts // 3 for i in range(4)]
+    mine = range(edges[rank], edges[rank + 1]) if rank >= 0 else None
+    options = top_k, normalize, context_lens, torch.randn(num_experts, device=device) if has_scales else None, mine
     experts, weights = route(logits, *options)
     expected_experts, expected_weights = route_torch(logits, *options)
     torch.testing.assert_close(experts, expected_experts)
     torch.testing.assert_close(weights, expected_weights)
 
+    num_experts = num_experts if mine is None else len(mine)
     positions = torch.full((num_tokens * top_k,), -1, dtype=torch.int32, device=device)
     order, starts = sort_by_expert(experts, num_experts, positions)
     flat = experts.flatten().long()
@@ -300,6 +304,9 @@ def test_wrong_arguments(device):
     gate_up_weight, down_weight = make_weights(4, 8, 6, torch.float32, device)
     with pytest.raises(ValueError, match=r"^logits must be .*top_k=5"):
         route(logits, 5, True)
+    for mine in (range(3, 5), range(2, 2), range(0, 4, 2)):
+        with pytest.raises(ValueError, match=r"^mine must be a range within 4 experts, not range"):
+            route(logits, 2, True, mine=mine)
     experts, shares = route(logits, 2, True)
     order, starts = sort_by_expert(experts, 4)
     given = {"x": x, "order": order, "starts": starts, "weight": gate_up_weight}

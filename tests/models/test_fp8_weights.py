@@ -100,11 +100,28 @@ def test_two_ranks_with_whole_blocks(family, tmp_path):
     assert (found[1] - found[0]).abs().amax(1).median() < TOLERANCE
 
 
+def test_ranks_with_whole_experts_where_columns_would_cut_a_block(tmp_path):
+    fields = EXPERTS | {"hidden_size": 128, "head_dim": 128, "intermediate_size": 512, "moe_intermediate_size": 128}
+    path = make_fp8_checkpoint(tmp_path, in_blocks=True, family="qwen3_moe", **fields, num_key_value_heads=4)
+    found = []
+    for num_ranks in (1, 2, 4):
+        with make_llm_of_ranks(path, num_ranks) as llm:
+            found.append(short_scores(llm))
+            experts = llm.model_runner.model.model.layers[1].mlp.experts
+            assert experts.down_proj.weight.shape == (4 // num_ranks, 128, 128)
+    for scores in found[1:]:
+        assert (scores - found[0]).abs().amax(1).median() < TOLERANCE
+
+
 @pytest.mark.parametrize(
     ("family", "fields", "message"),
     [
         ("qwen3", {"intermediate_size": 512}, r"num_key_value_heads \* head_dim .* 64"),
-        ("qwen3_moe", EXPERTS | {"head_dim": 128, "moe_intermediate_size": 128}, "moe_intermediate_size would be 64"),
+        (
+            "qwen3_moe",
+            EXPERTS | {"num_experts": 3, "head_dim": 128, "moe_intermediate_size": 128},
+            r"moe_intermediate_size would be 64; .* that divides the number of experts \(3\)",
+        ),
     ],
 )
 def test_blocks_that_ranks_would_cut_are_refused(family, fields, message, tmp_path):

@@ -16,6 +16,7 @@ from checkpoints import (
     needs_family,
     random_prompt,
 )
+from safetensors.torch import load_file
 from thread_ranks import make_llm_of_ranks
 
 from nanovllm.config import Config
@@ -119,21 +120,54 @@ def test_rounded_while_loaded(checkpoints):
     assert difference.abs().max() < 2 * reference.rounding(prompt, completion)
 
 
-def test_groups_that_ranks_would_cut(tmp_path):
-    packed, _ = make_packed(tmp_path, intermediate_size=96)
-    with pytest.raises(ValueError, match="MXFP4 need sizes that are multiples of 32 on each rank, and its intermed"):
-        make_llm(packed, tensor_parallel_size=2)
+@pytest.fixture(scope="module")
+def odd_groups(tmp_path_factory):
+    """Three groups of 32 columns in each expert: neither two nor four ranks have whole ones."""
+    return make_packed(tmp_path_factory.mktemp("odd"), intermediate_size=96)
 
 
-def test_the_published_models_fit_two_ranks_and_not_four():
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_whole_experts_on_each_rank_where_columns_would_cut_a_group(odd_groups, num_ranks):
+    reference = Reference(odd_groups[1])
+    prompts = reference.draw_prompts((10, 26, 40), 8)
+    with make_llm_of_ranks(odd_groups[0], num_ranks, max_model_len=64, max_num_batched_tokens=20) as llm:
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+        experts = llm.model_runner.model.model.layers[0].mlp.experts
+        assert len(experts.gate_up_proj.weight) == 4 // num_ranks
+        assert_idle(llm)
+
+
+def test_changed_weights_of_whole_experts_on_each_rank(odd_groups, tmp_path):
+    """As the checkpoint has them: of the tensors of all experts every rank keeps its own."""
+    other, _ = make_packed(tmp_path, intermediate_size=96, seed=5)
+    reference = Reference(odd_groups[1])
+    prompts = reference.draw_prompts((20, 30), 8)
+    with make_llm_of_ranks(other, 2, max_model_len=64) as llm:
+        assert complete(llm, prompts, greedy(8)) != reference.greedy(prompts, 8)
+        llm.update_weights(load_file(odd_groups[0] / "model.safetensors").items())
+        assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+def test_random_weights_of_whole_experts_on_each_rank(odd_groups):
+    """The router is the same on all ranks, and no expert is another one."""
+    with make_llm_of_ranks(odd_groups[0], 2, load_format="dummy", max_model_len=64) as llm:
+        assert len(complete(llm, [random_prompt(20, 1)], greedy(4))[0]) == 4
+
+
+def test_experts_that_neither_way_divides(odd_groups):
+    message = (
+        r"tensor_parallel_size=8: weights in MXFP4 .*its intermediate_size would be 12; .*"
+        r"tensor_parallel_size that divides the number of experts \(4\)"
+    )
+    with pytest.raises(ValueError, match=message):
+        Config(str(odd_groups[0]), tensor_parallel_size=8, device="cpu")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_the_published_models_fit_two_four_and_eight_ranks(num_ranks):
     """A rank's part of 2,880 columns is 45 groups of 32; of four it would be 22 and a half."""
-    options = {"load_format": "dummy", "device": "cpu"}
-    Config("gpt-oss-20b", tensor_parallel_size=2, **options)
-    for num_ranks, size in ((4, 720), (8, 360)):
-        with pytest.raises(
-            ValueError, match=f"multiples of 32 on each rank, and its intermediate_size would be {size}"
-        ):
-            Config("gpt-oss-120b", tensor_parallel_size=num_ranks, **options)
+    for name in ("gpt-oss-20b", "gpt-oss-120b"):
+        Config(name, tensor_parallel_size=num_ranks, load_format="dummy", device="cpu")
 
 
 def test_scales_that_are_no_numbers(tmp_path):

@@ -22,6 +22,10 @@ where there is one.
 
 Weights may be in e4m3, and the inputs of their products then are too.
 
+The weights may be those of some experts alone, a tensor-parallel rank's. `route` gives these the numbers from 0 on.
+Pairs with other experts get the number of none: they come last in the order, no tile is theirs, and `add_pairs` leaves
+them out.
+
 All five are dependent launches (see `dependent_launch`). Arguments of both products:
     order, starts: from `sort_by_expert`.
     weight: `[num_experts, rows, columns]`, contiguous, of x's dtype.
@@ -92,7 +96,7 @@ def default_config(num_pairs: int, num_experts: int, itemsize: int) -> TileConfi
 # Every batch has another number of tokens; specialising on it would compile the kernel again.
 @triton.jit(do_not_specialize=["num_tokens"])
 def _route_kernel(
-    logits, scales, context_lens, experts, weights, num_tokens, logits_stride, num_experts,
+    logits, scales, context_lens, experts, weights, num_tokens, logits_stride, num_experts, first_mine, num_mine,
     TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, TOKENS: tl.constexpr,
     NORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -121,9 +125,11 @@ def _route_kernel(
     weight /= total
     if scales is not None:
         weight *= tl.load(scales + chosen).to(tl.float32)
+    chosen -= first_mine
+    chosen = tl.where((chosen >= 0) & (chosen < num_mine), chosen, num_mine)
     if context_lens is not None:
         is_padding = tl.load(context_lens + token, mask=token < num_tokens, other=0) == 0
-        chosen = tl.where(is_padding[:, None], num_experts, chosen)
+        chosen = tl.where(is_padding[:, None], num_mine, chosen)
     pair = token.to(tl.int64)[:, None] * TOP_K + slot
     inside = inside & (slot < TOP_K)
     tl.store(experts + pair, chosen.to(experts.dtype.element_ty), mask=inside)
@@ -131,7 +137,12 @@ def _route_kernel(
 
 
 def route(
-    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None, scales: Tensor | None = None
+    logits: Tensor,
+    top_k: int,
+    normalize: bool,
+    context_lens: Tensor | None = None,
+    scales: Tensor | None = None,
+    mine: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each token's experts, the most probable first, and their probabilities, which weight them.
 
@@ -140,10 +151,12 @@ def route(
         normalize: whether a token's weights are divided by their sum.
         context_lens: int32 [num_tokens]; a token with 0 is padding and gets no expert. None: no token is padding.
         scales: `[num_experts]`, any float dtype, which then multiply the weights; None for ones.
+        mine: the experts whose weights are here; None: all.
 
     Returns:
-        experts: int16 `[num_tokens, top_k]`; num_experts means none. Of equal probabilities, the lower number is first.
-        weights: float32 `[num_tokens, top_k]`.
+        experts: int16 `[num_tokens, top_k]`, numbers within `mine`; len(mine) means none. Of equal probabilities, the
+            lower number is first.
+        weights: float32 `[num_tokens, top_k]`; also of experts that are not here.
     """
     num_tokens, num_experts = logits.shape
     if num_experts > MAX_EXPERTS or not 1 <= top_k <= num_experts or logits.stride(1) != 1:
@@ -158,14 +171,28 @@ def route(
     tokens = max(1, _ROUTE_ELEMENTS // padded)
     launcher(_route_kernel, (triton.cdiv(num_tokens, tokens),), has_pdl(logits.device))(
         logits, scales, context_lens, experts, weights, num_tokens, logits.stride(0), num_experts,
-        TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded, TOKENS=tokens, NORMALIZE=normalize,
+        *first_and_number(mine, num_experts), TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded,
+        TOKENS=tokens, NORMALIZE=normalize,
         num_warps=4,
     )  # fmt: skip
     return experts, weights
 
 
+def first_and_number(mine: range | None, num_experts: int) -> tuple[int, int]:
+    """Of the experts whose weights are here. Raises ValueError unless they are among num_experts."""
+    mine = range(num_experts) if mine is None else mine
+    if not 0 <= mine.start < mine.stop <= num_experts or mine.step != 1:
+        raise ValueError(f"mine must be a range within {num_experts} experts, not {mine}")
+    return mine.start, len(mine)
+
+
 def route_torch(
-    logits: Tensor, top_k: int, normalize: bool, context_lens: Tensor | None = None, scales: Tensor | None = None
+    logits: Tensor,
+    top_k: int,
+    normalize: bool,
+    context_lens: Tensor | None = None,
+    scales: Tensor | None = None,
+    mine: range | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The twin of `route`."""
     probabilities = logits.float().softmax(-1)
@@ -175,8 +202,11 @@ def route_torch(
         weights = weights / weights.sum(-1, keepdim=True)
     if scales is not None:
         weights = weights * scales.float()[experts]
+    first, number = first_and_number(mine, logits.shape[1])
+    experts = experts - first
+    experts = experts.masked_fill((experts < 0) | (experts >= number), number)
     if context_lens is not None:
-        experts = experts.masked_fill((context_lens == 0)[:, None], logits.shape[1])
+        experts = experts.masked_fill((context_lens == 0)[:, None], number)
     return experts.short(), weights
 
 
@@ -481,8 +511,8 @@ def _launch(
 
 @triton.jit
 def _add_pairs_kernel(
-    y, positions, weights, context_lens, out, out_stride, num_columns, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    y, positions, weights, experts, context_lens, out, out_stride, num_columns, num_experts, TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -499,7 +529,10 @@ def _add_pairs_kernel(
         row = pair
         if positions is not None:
             row = tl.load(positions + pair).to(tl.int64)
-        value = tl.load(y + row * num_columns + column, mask=inside, other=0.0).to(tl.float32)
+        is_there = inside
+        if experts is not None:
+            is_there = column < tl.where(tl.load(experts + pair) < num_experts, num_columns, 0)
+        value = tl.load(y + row * num_columns + column, mask=is_there, other=0.0).to(tl.float32)
         if weights is not None:
             value *= tl.load(weights + pair)
         total += value
@@ -513,6 +546,8 @@ def add_pairs(
     context_lens: Tensor | None = None,
     positions: Tensor | None = None,
     weights: Tensor | None = None,
+    experts: Tensor | None = None,
+    num_experts: int = 0,
 ) -> Tensor:
     """The sum of each token's pairs in float32, rounded once: added to `out`, or into it.
 
@@ -522,6 +557,8 @@ def add_pairs(
         out: `[num_tokens, hidden_size]` of y's dtype, rows contiguous. Returned.
         context_lens: as in `route`. Rows of padding stay as they are.
         positions, weights: of a y in the order of the experts: from `sort_by_expert` and `route`.
+        experts, num_experts: from `route`, whose pairs with num_experts, none, count nothing; None if only those of
+            padding have it.
     """
     num_tokens, top_k, hidden_size = y.shape
     if out.shape != (num_tokens, hidden_size) or out.stride(1) != 1 or out.dtype != y.dtype:
@@ -532,8 +569,8 @@ def add_pairs(
     if num_tokens:
         block = min(1024, triton.next_power_of_2(hidden_size))
         launcher(_add_pairs_kernel, (num_tokens, triton.cdiv(hidden_size, block)), has_pdl(y.device))(
-            y, positions, weights, context_lens, out, out.stride(0), hidden_size, TOP_K=top_k, BLOCK=block, ADD=add,
-            num_warps=4,
+            y, positions, weights, experts, context_lens, out, out.stride(0), hidden_size, num_experts, TOP_K=top_k,
+            BLOCK=block, ADD=add, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -552,7 +589,7 @@ def experts_torch(
     bias included. activation: as in `gate_up`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
-        if expert == num_experts:  # of padding
+        if expert == num_experts:  # of padding, or on another rank
             continue
         token, slot = (experts == expert).nonzero(as_tuple=True)
         y = down(gated_torch(gate_up(x[token], expert), activation), expert).float()

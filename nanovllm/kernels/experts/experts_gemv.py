@@ -9,6 +9,8 @@ Arguments of both functions:
     logits: of the router, `[num_tokens, num_experts]`, any float dtype, rows contiguous.
     weight: contiguous, of x's dtype, or with a scale of e4m3, `[num_experts, rows, columns]`.
     context_lens: int32 [num_tokens]; a token with 0 is padding, whose row is left as it is. None: no token is padding.
+    mine: the experts whose weights these are, a tensor-parallel rank's, which then has `[len(mine), rows, columns]`;
+        None: all. Others are neither read nor computed, and add nothing.
     config: launch constants.
     weight_scale: of a weight in e4m3: float32, contiguous, `[num_experts, rows, 1]`, or of blocks
         `[num_experts, rows / 128, columns / 128]`; else None.
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
-from nanovllm.kernels.experts.experts import check_bias, check_scales
+from nanovllm.kernels.experts.experts import check_bias, check_scales, first_and_number
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.gemv import unroll_factor
 from nanovllm.kernels.matmul.linear_checks import BLOCK, MAX_NORM_SIZE
@@ -44,10 +46,10 @@ class ExpertsGemvConfig(NamedTuple):
 
 @triton.jit
 def _gate_up_kernel(
-    x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x_stride, logits_stride, num_experts, N, eps,
-    K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr, K_TILE: tl.constexpr,
-    VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, GELU: tl.constexpr, ALPHA: tl.constexpr,
-    LIMIT: tl.constexpr, PDL: tl.constexpr,
+    x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x_stride, logits_stride, num_experts,
+    first_mine, num_mine, N, eps, K: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [tokens * TOP_K, N] = gate and up of norm(x), `gated`. BLOCK: columns and rows that share a
     scale; 0 if rows do."""
@@ -70,6 +72,9 @@ def _gate_up_kernel(
         _, expert = tl.max(left, axis=0, return_indices=True)
         left = tl.where(number == expert, -float("inf"), left)
     expert = tl.minimum(expert, num_experts - 1)  # Rows that are not finite may choose any number.
+    expert -= first_mine
+    if (expert < 0) | (expert >= num_mine):
+        return
 
     # Even rows of the tile are gates, from the expert's first N rows, odd ones the ups that belong to them.
     OUTPUTS: tl.constexpr = ROWS // 2
@@ -132,6 +137,7 @@ def gate_up(
     weight_scale: Tensor | None = None,
     bias: Tensor | None = None,
     activation: Activation = SWIGLU,
+    mine: range | None = None,
 ) -> Tensor:
     """`silu(x Wg^T) * (x Wu^T)` (Shazeer 2020) of each token with each of its experts, summed in float32.
 
@@ -140,10 +146,10 @@ def gate_up(
     weight: of each expert Wg, then Wu: `[num_experts, 2 * intermediate, hidden_size]`. The bias likewise.
     activation: what is computed of gate and up.
 
-    Returns: `[num_tokens * top_k, intermediate]`; rows of padding mean nothing.
+    Returns: `[num_tokens * top_k, intermediate]`; rows of padding, and of experts that are not here, mean nothing.
     """
     num_tokens, K = x.shape
-    num_experts = _check(x, logits, weight, weight_scale, bias, top_k)
+    counts = _check(x, logits, weight, weight_scale, bias, top_k, mine)
     if weight.shape[1] % 2 or (norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE)):
         raise ValueError(f"weight must have an even number of rows, norm_weight {K} of at most {MAX_NORM_SIZE} numbers")
     N = weight.shape[1] // 2
@@ -151,7 +157,7 @@ def gate_up(
     rows, k_tile, num_warps = config
     launcher(_gate_up_kernel, (triton.cdiv(2 * N, rows), num_tokens * top_k), has_pdl(x.device))(
         x, norm_weight, logits, weight, weight_scale, bias, context_lens, y, x.stride(0), logits.stride(0),
-        num_experts, N, eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(num_experts), ROWS=rows,
+        *counts, N, eps, K=K, TOP_K=top_k, PADDED_EXPERTS=triton.next_power_of_2(counts[0]), ROWS=rows,
         K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),
         BLOCK=_block(weight, weight_scale), **activation.constants, num_warps=num_warps,
     )  # fmt: skip
@@ -160,10 +166,10 @@ def gate_up(
 
 @triton.jit
 def _down_kernel(
-    x, logits, scales, weight, weight_scale, bias, context_lens, out, logits_stride, out_stride, num_experts, N,
-    K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr, ROWS: tl.constexpr,
-    K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr, NORMALIZE: tl.constexpr,
-    ADD: tl.constexpr, PDL: tl.constexpr,
+    x, logits, scales, weight, weight_scale, bias, context_lens, out, logits_stride, out_stride, num_experts,
+    first_mine, num_mine, N, K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr, K_TILE: tl.constexpr, VECTOR: tl.constexpr, UNROLL: tl.constexpr, BLOCK: tl.constexpr,
+    NORMALIZE: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD. BLOCK: as in
     `_gate_up_kernel`."""
@@ -189,13 +195,16 @@ def _down_kernel(
     share /= total
     if scales is not None:
         share *= tl.load(scales + experts).to(tl.float32)
+    experts -= first_mine
+    is_mine = (slot < TOP_K) & (experts >= 0) & (experts < num_mine)
+    share = tl.where(is_mine, share, 0.0)
 
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     k = tl.arange(0, K_TILE)[None, None, :]
     weight_row = experts[:, None] * N + row[None, :]
     weight_k = k if weight_scale is None else tl.max_contiguous(k, [1, 1, VECTOR])
     weight += weight_row.to(tl.int64)[:, :, None] * K + weight_k
-    inside_rows = (slot < TOP_K)[:, None] & (row < N)[None, :]
+    inside_rows = is_mine[:, None] & (row < N)[None, :]
     inside = inside_rows[:, :, None]
     w = tl.load(weight, mask=inside & (k < K), other=0.0)
     if BLOCK > 0:
@@ -211,11 +220,10 @@ def _down_kernel(
     out += token * out_stride + row
     if ADD:
         before = tl.load(out, mask=row < N, other=0.0).to(tl.float32)
-    is_slot = (slot < TOP_K)[:, None, None]
     x += (token * TOP_K + slot)[:, None, None] * K + k
     acc = tl.zeros([SLOTS, ROWS, K_TILE // VECTOR], dtype=tl.float32)
     for start in tl.range(0, K, K_TILE, loop_unroll_factor=UNROLL):
-        value = tl.load(x + start, mask=is_slot & (k < K - start), other=0.0)
+        value = tl.load(x + start, mask=is_mine[:, None, None] & (k < K - start), other=0.0)
         next_w = tl.load(weight + K_TILE + start, mask=inside & (k < K - K_TILE - start), other=0.0)
         # A vector is what one thread loaded at once, so this sum needs no other thread.
         product = value.to(tl.float32) * w.to(tl.float32)
@@ -248,6 +256,7 @@ def down(
     weight_scale: Tensor | None = None,
     bias: Tensor | None = None,
     scales: Tensor | None = None,
+    mine: range | None = None,
 ) -> Tensor:
     """The sum over each token's experts of `x W^T + bias`, times the expert's probability, in float32 and rounded
     once: added to `out`, or into it.
@@ -258,16 +267,16 @@ def down(
     scales: `[num_experts]`, any float dtype, which then multiply the probabilities; None for ones.
     out: `[num_tokens, hidden_size]` of x's dtype, rows contiguous. Returned.
     """
-    num_experts, N, K = weight.shape
-    _check(x, logits, weight, weight_scale, bias, top_k)
+    _, N, K = weight.shape
+    counts = _check(x, logits, weight, weight_scale, bias, top_k, mine)
     if x.shape != (len(logits) * top_k, K) or not x.is_contiguous():
         raise ValueError(f"x must be a contiguous [{len(logits) * top_k}, {K}], not {list(x.shape)}")
     if out.shape != (len(logits), N) or out.stride(1) != 1 or out.dtype != x.dtype:
         raise ValueError(f"out must be [{len(logits)}, {N}] {x.dtype} with contiguous rows, not {list(out.shape)}")
     rows, k_tile, num_warps = config
     launcher(_down_kernel, (triton.cdiv(N, rows), len(logits)), has_pdl(x.device))(
-        x, logits, scales, weight, weight_scale, bias, context_lens, out, logits.stride(0), out.stride(0), num_experts,
-        N, K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(num_experts),
+        x, logits, scales, weight, weight_scale, bias, context_lens, out, logits.stride(0), out.stride(0), *counts, N,
+        K=K, TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=triton.next_power_of_2(counts[0]),
         ROWS=rows, K_TILE=k_tile, VECTOR=16 // x.element_size(), UNROLL=_unroll_factor(weight, k_tile),
         BLOCK=_block(weight, weight_scale), NORMALIZE=normalize, ADD=add, num_warps=num_warps,
     )  # fmt: skip
@@ -284,21 +293,29 @@ def _block(weight: Tensor, weight_scale: Tensor | None) -> int:
 
 
 def _check(
-    x: Tensor, logits: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, top_k: int
-) -> int:
-    """The number of experts. Raises ValueError unless the arguments fit together."""
+    x: Tensor,
+    logits: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    top_k: int,
+    mine: range | None,
+) -> tuple[int, int, int]:
+    """The number of experts, and of those whose weights these are the first and their number. Raises ValueError unless
+    the arguments fit together."""
     num_tokens, num_experts = logits.shape
+    first, num_mine = first_and_number(mine, num_experts)
     if not 1 <= num_tokens <= MAX_TOKENS or not 1 <= top_k <= num_experts or logits.stride(1) != 1:
         raise ValueError(
             f"logits must be [1..{MAX_TOKENS}, at least top_k={top_k}] with contiguous rows, not {list(logits.shape)}"
         )
-    if weight.dim() != 3 or len(weight) != num_experts or weight.shape[2] != x.shape[1] or not weight.is_contiguous():
+    if weight.dim() != 3 or len(weight) != num_mine or weight.shape[2] != x.shape[1] or not weight.is_contiguous():
         raise ValueError(
-            f"weight must be a contiguous [{num_experts}, rows, {x.shape[1]}], not {list(weight.shape)} with strides "
+            f"weight must be a contiguous [{num_mine}, rows, {x.shape[1]}], not {list(weight.shape)} with strides "
             f"{weight.stride()}"
         )
     if x.stride(1) != 1:
         raise ValueError(f"x must have contiguous rows, not {list(x.shape)} with strides {x.stride()}")
     check_scales(x, weight, weight_scale)
     check_bias(bias, weight)
-    return num_experts
+    return num_experts, first, num_mine

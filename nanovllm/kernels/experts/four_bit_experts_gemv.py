@@ -5,7 +5,7 @@ As in `experts_gemv` an expert multiplies one token, and a program of `down` add
 there are more warps.
 
 Arguments of both functions:
-    experts: int16 `[num_tokens, top_k]`, contiguous, from `route`; num_experts means none, for all of a token's.
+    experts: int16 `[num_tokens, top_k]`, contiguous, from `route`; num_experts, that of the weight, means none.
     weight: `[num_experts, rows, columns]`.
     bias: `[num_experts, rows]`, any float dtype, contiguous, or None.
     config: launch constants.
@@ -138,18 +138,21 @@ def _four_bit_down_kernel(
     x, experts, weights, weight, scale, zero, bias, out, out_stride, num_experts, N,
     K: tl.constexpr, TOP_K: tl.constexpr, SLOTS: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr,
     COLUMNS: tl.constexpr, ROWS: tl.constexpr, CHUNKS: tl.constexpr, STEPS: tl.constexpr,
-    E2M1: tl.constexpr, ADD: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    E2M1: tl.constexpr, ADD: tl.constexpr, SHARD: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD."""
+    """out [tokens, N] = the weighted sum of x [tokens, TOP_K, K] by the experts, added to it with ADD. SHARD: whether
+    some of a token's experts may be none; otherwise all of them are, or no one."""
     PARTS: tl.constexpr = CHUNKS // SLOTS  # warps of an expert
     await_previous(PDL)
     pair = tl.program_id(1) * TOP_K
-    if tl.load(experts + pair) >= num_experts:
+    if not SHARD and tl.load(experts + pair) >= num_experts:
         return
     index = tl.arange(0, CHUNKS)
     slot, part = index // PARTS, index % PARTS
     is_slot = slot < TOP_K
     expert = tl.load(experts + pair + slot, mask=is_slot, other=0).to(tl.int64)
+    if SHARD:
+        is_slot = is_slot & (expert < num_experts)
     share = tl.load(weights + pair + slot, mask=is_slot, other=0.0)
     output = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     # Rows that do not exist repeat the last one.
@@ -158,8 +161,8 @@ def _four_bit_down_kernel(
     x_row = x + tl.where(is_slot, pair + slot, pair).to(tl.int64)[:, None, None] * K
     total = sums_of_chunks(
         x_row + (column * 0)[None, None, :], None, weight, scale, zero, row, part, is_slot, column < GROUPS,
-        ROWS, COLUMNS, CHUNKS, STEPS, PARTS, SLOTS == TOP_K and STEPS * PARTS * 128 == K, K, GROUP, GROUPS,
-        E2M1, COMPILED, False,
+        ROWS, COLUMNS, CHUNKS, STEPS, PARTS, SLOTS == TOP_K and STEPS * PARTS * 128 == K and not SHARD, K, GROUP,
+        GROUPS, E2M1, COMPILED, False,
     )  # fmt: skip
     of_experts = tl.sum(total, axis=2)
     if bias is not None:
@@ -181,9 +184,13 @@ def down(
     out: Tensor,
     add: bool,
     config: FourBitExpertsConfig,
+    is_shard: bool = False,
 ) -> Tensor:
     """The sum over each token's experts of `x W^T + bias`, times the expert's weight, in float32 and rounded once:
-    added to `out`, or into it. Rows of tokens without experts stay as they are.
+    added to `out`, or into it.
+
+    is_shard: whether the weight is that of a rank's experts, so that any of a token's may be none: those add nothing.
+        Otherwise a token has all of its experts or none, and rows of the latter stay as they are.
 
     x: `[num_tokens * top_k, intermediate]`, contiguous, from `gate_up`.
     weights: float32 `[num_tokens, top_k]`, contiguous, from `route`.
@@ -205,7 +212,7 @@ def down(
     launcher(_four_bit_down_kernel, (triton.cdiv(N, rows), num_tokens), has_pdl(x.device))(
         x, experts, weights, *weight, bias, out, out.stride(0), num_experts, N, K=K, TOP_K=top_k, SLOTS=slots,
         GROUP=weight.group, GROUPS=groups_of_chunk(weight), COLUMNS=_COLUMNS, ROWS=rows, CHUNKS=num_warps,
-        STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps // slots), E2M1=weight.is_e2m1, ADD=add,
+        STEPS=triton.cdiv(triton.cdiv(K, CHUNK), num_warps // slots), E2M1=weight.is_e2m1, ADD=add, SHARD=is_shard,
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out

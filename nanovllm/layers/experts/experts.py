@@ -1,8 +1,10 @@
 """A mixture of experts (Shazeer et al. 2017): a router gives each token to a few of many small MLPs.
 
-Over tensor-parallel ranks, every rank has some columns of each expert, and the router as a whole.
+Over tensor-parallel ranks, every rank has a part of the experts (`ExpertShards`), and the router as a whole.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +13,13 @@ from torch import nn
 from nanovllm.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 from nanovllm.layers.activation import Gated
+from nanovllm.layers.experts.expert_shards import ExpertShards, divide_experts
 from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.parameters import (
     LayerParameter,
     Shards,
     Sliceable,
-    WeightLoader,
     load_rows,
     make_parameter,
     stored,
@@ -29,40 +31,58 @@ from nanovllm.layers.linear import (
     MergedColumnParallelLinear,
     ReplicatedLinear,
     RowParallelLinear,
-    columns_of_rank,
 )
 from nanovllm.layers.matmul.matmul import Matmul, Products, compute
 from nanovllm.layers.matmul.problem import ExpertsProblem
+from nanovllm.layers.matmul.table import Key, Table
 from nanovllm.layers.parallel.rank_sums import add_over_ranks
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import get_context
 
+ExpertLoader = Callable[[LayerParameter, Sliceable, Any, int], None]
+
 
 class ExpertsLinear(nn.Module):
-    """The same layer of all experts: `weight`, `[num_experts, N, K]`, its scales if its format has some, and perhaps a
-    bias `[num_experts, N]`. Shard ids are (expert, shard id of a layer without experts)."""
+    """The same layer of all experts of a rank: `weight`, `[num_experts, N, K]`, its scales if its format has some, and
+    perhaps a bias `[num_experts, N]`. Shard ids are (expert, shard id of a layer without experts), of all ranks'
+    experts: the loaders leave out what is another rank's."""
 
     weight: LayerParameter
     weight_scale: LayerParameter  # in a format with scales
     bias: nn.Parameter | None
-    weight_loader: WeightLoader
-    bias_loader: WeightLoader
 
-    def __init__(self, num_experts: int, shape: tuple[int, int], shards: Shards, bias: bool, tp: TensorParallel):
-        """shape: this rank's part of an expert's weight. shards: of one expert, as in `linear`."""
+    def __init__(self, shape: tuple[int, int], of_one: Shards, bias: bool, shards: ExpertShards):
+        """shape: this rank's part of an expert's weight. of_one: the shards of one expert, as in `linear`."""
         super().__init__()
-        self.tp = tp
+        self.shards = shards
         self.format = get_weight_format(of_experts=True)
-        all_shards = {(expert, key): full for expert in range(num_experts) for key, full in shards.items()}
-        parameters = self.format.parameters((num_experts, *shape), all_shards, self.weight_loader)
+        all_shards = {(expert, key): full for expert in range(shards.num_experts) for key, full in of_one.items()}
+        sizes = len(shards.experts), *shape
+        parameters = self.format.parameters(sizes, all_shards, partial(self._load, self.load_weight))
         self.register_parameter("bias", None)
         if bias:
             bias_shards = {key: full[:1] for key, full in all_shards.items()}
-            options = bias_shards, self.bias_loader, Unquantized()
-            parameters["bias"] = make_parameter((num_experts, shape[0]), *options)
+            options = bias_shards, partial(self._load, self.load_bias), Unquantized()
+            parameters["bias"] = make_parameter(sizes[:2], *options)
         for name, parameter in parameters.items():
-            stored(parameter).num_experts = num_experts
+            stored(parameter).experts, stored(parameter).num_experts = shards.experts, shards.num_experts
             self.register_parameter(name, parameter)
+
+    def _load(
+        self, load: ExpertLoader, param: LayerParameter, loaded: Sliceable, shard_id: tuple[int, int | None]
+    ) -> None:
+        expert, part = shard_id
+        if expert in self.shards.experts:
+            load(param, loaded, part, self.shards.experts.index(expert))
+
+    def load_weight(self, param: LayerParameter, loaded: Sliceable, part: Any, place: int) -> None:
+        """Copy this rank's columns of a tensor of the checkpoint to a parameter: the weight, or its scales. part: the
+        shard id without the expert, which is this rank's expert number `place`."""
+        raise NotImplementedError
+
+    def load_bias(self, param: LayerParameter, loaded: Sliceable, part: Any, place: int) -> None:
+        """The same of the bias."""
+        raise NotImplementedError
 
     @property
     def matrix(self) -> Weight:
@@ -71,51 +91,61 @@ class ExpertsLinear(nn.Module):
 
 
 class ColumnParallelExperts(ExpertsLinear):
-    """Gate and up projection of each expert, whose rows are split over the ranks. Shard ids: (expert, 0 or 1)."""
+    """Gate and up projection of each expert, whose rows may be split over the ranks. Shard ids: (expert, 0 or 1)."""
 
-    def __init__(self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel):
-        self.num_rows = intermediate_size // tp.size
-        shards = dict.fromkeys(range(2), (intermediate_size, hidden_size))
-        super().__init__(num_experts, (2 * self.num_rows, hidden_size), shards, bias, tp)
+    def __init__(self, hidden_size: int, bias: bool, shards: ExpertShards):
+        of_one = dict.fromkeys(range(2), (shards.num_columns, hidden_size))
+        super().__init__((2 * len(shards.columns), hidden_size), of_one, bias, shards)
 
-    def weight_loader(self, param: LayerParameter, loaded: Sliceable, shard_id: tuple[int, int]) -> None:
-        expert, part = shard_id
-        load_rows(param, part * self.num_rows, loaded, self.tp.rank * self.num_rows, self.num_rows, expert)
+    def load_weight(self, param: LayerParameter, loaded: Sliceable, part: Any, place: int) -> None:
+        rows = self.shards.columns
+        load_rows(param, part * len(rows), loaded, rows.start, len(rows), place)
 
-    bias_loader = weight_loader
+    load_bias = load_weight
 
 
 class RowParallelExperts(ExpertsLinear):
-    """Down projection of each expert, whose columns are split over the ranks. Shard ids: (expert, None)."""
+    """Down projection of each expert, whose columns may be split over the ranks. Shard ids: (expert, None)."""
 
-    def __init__(self, num_experts: int, intermediate_size: int, hidden_size: int, bias: bool, tp: TensorParallel):
-        shards = {None: (hidden_size, intermediate_size)}
-        super().__init__(num_experts, (hidden_size, intermediate_size // tp.size), shards, bias, tp)
+    def __init__(self, hidden_size: int, bias: bool, shards: ExpertShards):
+        of_one = {None: (hidden_size, shards.num_columns)}
+        super().__init__((hidden_size, len(shards.columns)), of_one, bias, shards)
 
-    def weight_loader(self, param: LayerParameter, loaded: Sliceable, shard_id: tuple[int, None]) -> None:
-        param.stored.format.store(param, loaded[:, columns_of_rank(param, shard_id, self.tp)], expert=shard_id[0])
+    def load_weight(self, param: LayerParameter, loaded: Sliceable, part: Any, place: int) -> None:
+        # A tensor of scales, or of packed weights, has other columns than the weight.
+        num_columns = next(iter(param.shards.values()))[1]
+        param.stored.format.store(param, loaded[:, self.shards.columns_of(num_columns)], expert=place)
 
-    def bias_loader(self, param: LayerParameter, loaded: Sliceable, shard_id: tuple[int, None]) -> None:
-        param.stored.format.store(param, loaded[:], expert=shard_id[0])
+    def load_bias(self, param: LayerParameter, loaded: Sliceable, part: Any, place: int) -> None:
+        param.stored.format.store(param, loaded[:], expert=place)
 
     @property
     def bias_of_rank(self) -> torch.Tensor | None:
-        """Only rank 0 adds the bias, or the sum would contain it several times."""
-        return self.bias if self.tp.rank == 0 else None
+        """What this rank adds to its part of the sum."""
+        return self.bias if self.shards.adds_down_bias else None
 
 
 class Experts(nn.Module):
-    """The weights of all experts, under their names in checkpoints."""
+    """The weights of a rank's experts, under their names in checkpoints."""
 
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, bias: bool, tp: TensorParallel, size_name: str
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        bias: bool,
+        tp: TensorParallel,
+        size_name: str,
+        table: Table,
     ):
         super().__init__()
-        # Both are rows of one weight and columns of the other, whose multiple is the larger one.
-        for size in (("hidden_size", hidden_size), (size_name, tp.shard(intermediate_size, size_name))):
-            get_weight_format(of_experts=True).check_sizes((), size, tp.size)
-        self.gate_up_proj = ColumnParallelExperts(num_experts, hidden_size, intermediate_size, bias, tp)
-        self.down_proj = RowParallelExperts(num_experts, intermediate_size, hidden_size, bias, tp)
+        format, dtype = get_weight_format(of_experts=True), torch.get_default_dtype()
+        format.check_sizes((), ("hidden_size", hidden_size), tp.size)
+        key = Key("experts", "decode", 2 * intermediate_size, hidden_size, format.table_name(dtype), num_experts)
+        options = tp, format, table.settings, key.shape_name
+        self.shards = divide_experts(num_experts, intermediate_size, size_name, *options)
+        self.gate_up_proj = ColumnParallelExperts(hidden_size, bias, self.shards)
+        self.down_proj = RowParallelExperts(hidden_size, bias, self.shards)
 
 
 class Router(ReplicatedLinear):
@@ -186,7 +216,8 @@ class MixtureOfExperts(nn.Module):
         self.router_norm = router_norm
         self.expert_scales = nn.Parameter(torch.ones(num_experts)) if has_scales else None
         self.shared_expert: Any = SharedExpert(hidden_size, shared_size, tp, matmul) if shared_size else None
-        self.experts = Experts(num_experts, hidden_size, intermediate_size, biases, tp, size_name)
+        options = biases, tp, size_name, matmul.table
+        self.experts = Experts(num_experts, hidden_size, intermediate_size, *options)
         self.products = Products(matmul, self.experts.gate_up_proj)
 
     @property
@@ -194,7 +225,8 @@ class MixtureOfExperts(nn.Module):
         """The last fields of an `ExpertsProblem`."""
         gate_up, down = self.experts.gate_up_proj, self.experts.down_proj
         biases = {"bias": gate_up.bias, "down_bias": down.bias_of_rank}
-        return {**biases, "activation": self.activation, "scales": self.expert_scales}
+        mine = self.experts.shards.mine
+        return {**biases, "activation": self.activation, "scales": self.expert_scales, "mine": mine}
 
     def add(
         self,

@@ -61,7 +61,8 @@ class Stored:
         is_one_number: whether a tensor of the checkpoint is one number, for all of its shard.
         takes_factor: whether `scale_while_loading` multiplies it.
         loading_factor: what that multiplies it by.
-        num_experts: whose tensors it holds, with shard ids (expert, shard id of one); None for no experts.
+        num_experts: of a layer, whose tensors have shard ids (expert, shard id of one); None for no experts.
+        experts: those that this rank holds; it reads no others' tensors.
         scale, zero: of a weight, parameters that belong to it.
         input_dtype: of a weight's products, if that is not its own.
     """
@@ -78,6 +79,7 @@ class Stored:
     takes_factor: bool = True
     loading_factor: float = 1
     num_experts: int | None = None
+    experts: range = range(0)
     scale: nn.Parameter | None = None
     zero: nn.Parameter | None = None
     input_dtype: torch.dtype | None = None

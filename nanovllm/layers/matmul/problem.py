@@ -44,7 +44,7 @@ class ExpertsProblem(NamedTuple):
 
     key: Key
     x: Tensor | Normed  # [num_tokens, hidden_size]
-    logits: Tensor  # [num_tokens, num_experts], of the router
+    logits: Tensor  # [num_tokens, all experts], of the router
     weight: Weight  # [num_experts, 2 * intermediate, hidden_size]: of each expert gate, then up
     down: Weight  # [num_experts, hidden_size, intermediate]
     top_k: int
@@ -55,7 +55,13 @@ class ExpertsProblem(NamedTuple):
     bias: Tensor | None = None  # [num_experts, 2 * intermediate], of gate and up
     down_bias: Tensor | None = None  # [num_experts, hidden_size]
     activation: Activation = SWIGLU
-    scales: Tensor | None = None  # [num_experts], which multiply the weights; None for ones
+    scales: Tensor | None = None  # [all experts], which multiply the weights; None for ones
+    mine: range | None = None  # the experts whose weights and biases these are; None: all. Others add nothing.
+
+    @property
+    def mean_top_k(self) -> int:
+        """How many of these experts a token has on average, if all experts are as likely; at least 1."""
+        return max(1, round(self.top_k * self.key.experts / self.logits.shape[1]))
 
 
 AnyProblem = Problem | ExpertsProblem

@@ -9,6 +9,7 @@ from nanovllm.kernels import use_kernels
 from nanovllm.kernels.experts.experts import (
     TileConfig,
     add_pairs,
+    default_config,
     down,
     experts_torch,
     gate_up,
@@ -41,21 +42,23 @@ class ExpertTiles(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, second, top_k, normalize, out, add, lens, bias, down_bias, activation, scales = problem
+        _, x, logits, weight, second, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
+        routing = logits, top_k, normalize, lens, *rest
         if not use_kernels(logits):
-            routed = route_torch(logits, top_k, normalize, lens, scales)
+            routed = route_torch(*routing)
             products = _product(weight, bias), _product(second, down_bias)
             total = experts_torch(value_of(x), *routed, len(weight), *products, activation)
             return out.copy_(out.float() + total if add else total)
-        gate_up_config, down_config = (TileConfig(*each) for each in constants) if constants else (None, None)
-        experts, weights = route(logits, top_k, normalize, lens, scales)
+        experts, weights = route(*routing)
         order, starts = sort_by_expert(experts, len(weight))
+        default = default_config(len(order), logits.shape[1], weight.values.itemsize)
+        gate_up_config, down_config = (TileConfig(*each) for each in constants or (default, default))
         values, options = _operands(x, weight)
         options |= {"bias": bias, "activation": activation}
         hidden = gate_up(values, order, starts, weight.values, gate_up_config, **options)
         values, options = _operands(hidden, second)
         y = down(values, order, starts, weights, second.values, down_config, **options, bias=down_bias)
-        return add_pairs(y, out, add, lens)
+        return add_pairs(y, out, add, lens, **others(problem, experts))
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:
@@ -90,6 +93,11 @@ def _product(weight: Weight, bias: Tensor | None) -> Callable[[Tensor, int], Ten
     if bias is None:
         return weight.linear_of
     return lambda x, expert: weight.linear_of(x, expert) + bias[expert]
+
+
+def others(problem: ExpertsProblem, experts: Tensor) -> dict[str, Any]:
+    """Arguments of `add_pairs` for pairs with experts whose weights are not here. experts: from `route`."""
+    return {} if problem.mine is None else {"experts": experts, "num_experts": len(problem.weight)}
 
 
 def _operands(x: Input, weight: Weight) -> tuple[Tensor, dict[str, Any]]:

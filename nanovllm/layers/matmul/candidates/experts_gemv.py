@@ -27,15 +27,16 @@ class ExpertsGemv(Candidate):
         return self.is_for(key) and use_kernels(weight.values) and key.K <= MAX_NORM_SIZE
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
-        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, scales = problem
+        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
+        scales, mine = rest
         if len(x) > kernels.MAX_TOKENS:
             return None
         gate_up_config, down_config = (ExpertsGemvConfig(*each) for each in constants)
         values, norm_weight, eps = (x.residual, x.weight, x.eps) if is_waiting_norm(x) else (value_of(x), None, 0.0)
-        args = weight.values, top_k, lens, gate_up_config, weight.scale, bias, activation
+        args = weight.values, top_k, lens, gate_up_config, weight.scale, bias, activation, mine
         hidden = kernels.gate_up(values, norm_weight, eps, logits, *args)
         sizes = top_k, normalize, out, add, lens
-        return kernels.down(hidden, logits, down.values, *sizes, down_config, down.scale, down_bias, scales)
+        return kernels.down(hidden, logits, down.values, *sizes, down_config, down.scale, down_bias, scales, mine)
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:

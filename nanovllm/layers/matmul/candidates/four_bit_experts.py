@@ -12,6 +12,7 @@ from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.matmul.four_bit import DTYPES, UNIT
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.candidates.expert_tiles import others
 from nanovllm.layers.matmul.candidates.four_bit import FORMATS, arranged, four_bit
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
@@ -34,13 +35,14 @@ class FourBitExperts(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, scales = problem
-        gate_up_config, down_config = (FourBitExpertTiles(*each) for each in constants) if constants else (None, None)
-        experts, shares = route(logits, top_k, normalize, lens, scales)
+        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
+        experts, shares = route(logits, top_k, normalize, lens, *rest)
         order, starts = sort_by_expert(experts, len(weight))
+        default = kernels.default_config(len(order), logits.shape[1])
+        gate_up_config, down_config = (FourBitExpertTiles(*each) for each in constants or (default, default))
         hidden = kernels.gate_up(arranged(x), order, starts, four_bit(weight), bias, gate_up_config, activation)
         y = kernels.down(hidden, order, starts, shares, four_bit(down), down_bias, down_config)
-        return add_pairs(y, out, add, lens)
+        return add_pairs(y, out, add, lens, **others(problem, experts))
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:

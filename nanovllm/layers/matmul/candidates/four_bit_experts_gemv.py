@@ -33,7 +33,7 @@ class FourBitExpertsGemv(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
-        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, scales = problem
+        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
         if len(x) > kernels.MAX_TOKENS:
             return None
         gate_up_config, down_config = (FourBitExpertsConfig(*each) for each in constants)
@@ -43,9 +43,10 @@ class FourBitExpertsGemv(Candidate):
             values, norm_weight, eps = x.residual, x.weight, x.eps
         else:
             values = value_of(x)
-        experts, shares = route(logits, top_k, normalize, lens, scales)
+        experts, shares = route(logits, top_k, normalize, lens, *rest)
         hidden = kernels.gate_up(values, norm_weight, eps, experts, four_bit(weight), bias, gate_up_config, activation)
-        return kernels.down(hidden, experts, shares, four_bit(down), down_bias, out, add, down_config)
+        sums = out, add, down_config, problem.mine is not None
+        return kernels.down(hidden, experts, shares, four_bit(down), down_bias, *sums)
 
     @classmethod
     def challengers(cls, key: Key, num_tokens: int, top_k: int, num_multiprocessors: int) -> Iterator[tuple]:

@@ -10,6 +10,7 @@ from nanovllm.kernels.experts.experts import MAX_EXPERTS, add_pairs, route, sort
 from nanovllm.kernels.silu_and_mul import SWIGLU
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.candidates.expert_tiles import others
 from nanovllm.layers.matmul.candidates.quack import Quack, Tile
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
@@ -56,8 +57,9 @@ class _SortedPairs:
 
     def __init__(self, problem: ExpertsProblem):
         self._problem = problem
-        routed = route(problem.logits, problem.top_k, problem.normalize, problem.context_lens, problem.scales)
-        experts, self._weights = routed
+        routing = problem.top_k, problem.normalize, problem.context_lens, problem.scales, problem.mine
+        experts, self._weights = route(problem.logits, *routing)
+        self._others = others(problem, experts)
         self._positions = torch.empty(experts.numel(), dtype=torch.int32, device=experts.device)
         order, self.starts = sort_by_expert(experts, len(problem.weight), self._positions)
         self.tokens = order // problem.top_k
@@ -66,4 +68,4 @@ class _SortedPairs:
         """problem.out, with the weighted sums of the experts' results y, `[num_tokens * top_k, hidden_size]`."""
         out, add, context_lens = self._problem.out, self._problem.add, self._problem.context_lens
         y = y.view(*self._weights.shape, -1)
-        return add_pairs(y, out, add, context_lens, self._positions, self._weights)
+        return add_pairs(y, out, add, context_lens, self._positions, self._weights, **self._others)
