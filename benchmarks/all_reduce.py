@@ -104,11 +104,8 @@ class Sums:
             for _ in range(2):
                 expected = expected.add_(total).to(DTYPE).float()
             y = run(part, residual, 2)
-            close = {
-                "rtol": 2**-6,
-                "atol": 2**-6,
-                "msg": lambda text, name=name: f"{num_tokens} tokens, {name}: {text}",
-            }
+            where = f"{num_tokens} tokens, {name}: "
+            close = {"rtol": 2**-6, "atol": 2**-6, "msg": where.__add__}
             torch.testing.assert_close(residual.float(), expected, **close)
             torch.testing.assert_close(y, rms_norm(residual, self._weight, EPS), **close)
             of_ranks = self._tp.all_gather(residual)
