@@ -101,8 +101,7 @@ def part_of(problem: ExpertsProblem, mine: range) -> ExpertsProblem:
         return Weight(whole.format, values, scale, whole.input_dtype, zero)
 
     tensors = {name: cut(getattr(problem, name)) for name in ("weight", "down", "bias", "down_bias")}
-    key = problem.key._replace(experts=len(mine))
-    return problem._replace(**tensors, key=key, out=problem.out.clone(), mine=mine)
+    return problem._replace(**tensors, out=problem.out.clone(), mine=mine)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
@@ -171,6 +170,7 @@ def test_a_table_says_from_how_many_ranks_whole_experts_are_faster():
     table = Table(settings={"whole_experts": {"6x64x48 float32": 2}})
     layer = MixtureOfExperts(48, 32, 6, 2, True, TensorParallel(1, 2), Matmul(table))
     assert layer.experts.gate_up_proj.weight.shape == (3, 64, 48)
+    assert layer.products["experts"].row[0].experts == 6, "rows of the table are for the tokens that an expert has"
 
 
 @pytest.mark.parametrize(
