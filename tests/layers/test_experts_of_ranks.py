@@ -1,5 +1,7 @@
 """Whole experts on each rank: the parts of the sum by every candidate and format, and which part a rank holds."""
 
+from typing import Any
+
 import pytest
 import torch
 from fake_quack import CpuQuack, Package, make_config
@@ -85,7 +87,7 @@ def make_problem(format, sizes, has_norm, has_biases, add) -> ExpertsProblem:
     biases = [torch.randn(NUM_EXPERTS, s[0]).to(DTYPE) if has_biases else None for s in shapes]
     norm = RMSNorm(hidden_size).to(DTYPE).requires_grad_(False)
     lens, key = torch.tensor([1, 0, 1, 1], dtype=torch.int32), Key.of("experts", False, weights[0])
-    options = *weights, TOP_K if not has_biases else 2, True, out, add, lens, *biases
+    options: Any = *weights, TOP_K if not has_biases else 2, True, out, add, lens, *biases
     activation = Activation(alpha=1.702, limit=1.5) if has_biases else SWIGLU
     scales = torch.rand(NUM_EXPERTS) + 0.5
     return ExpertsProblem(key, Normed(x, norm) if has_norm else x, logits, *options, activation, scales)
@@ -199,7 +201,7 @@ def test_experts_that_the_format_cannot_store_are_refused_for_any_number_of_rank
 @pytest.mark.parametrize("format", [None, Mxfp4(), Int4(), Fp8()], ids=str)
 def test_ranks_with_whole_experts_have_their_tensors_and_one_bias(format):
     """Loaded from a layer's tensors, which are quantized on the way: the parts add up to one rank's layer."""
-    tensors = {}
+    tensors: dict[tuple, torch.Tensor] = {}
 
     def make(rank, size, settings):
         with weight_format(format):
