@@ -90,7 +90,9 @@ def make_problem(format, sizes, has_norm, has_biases, add) -> ExpertsProblem:
     options: Any = *weights, TOP_K if not has_biases else 2, True, out, add, lens, *biases
     activation = Activation(alpha=1.702, limit=1.5) if has_biases else SWIGLU
     scales = torch.rand(NUM_EXPERTS) + 0.5
-    return ExpertsProblem(key, Normed(x, norm) if has_norm else x, logits, *options, activation, scales)
+    return ExpertsProblem(
+        key, Normed(x, norm) if has_norm else x, logits, *options, activation=activation, scales=scales
+    )
 
 
 def part_of(problem: ExpertsProblem, mine: range) -> ExpertsProblem:
