@@ -1,11 +1,15 @@
 """Which constants compute a layer's experts the fastest, and how far from the floor? For the table's rows.
 
     python benchmarks/experts.py --output experts.json
+    python benchmarks/experts.py --ranks 4 [--whole-experts]    a part of the layer: columns of each expert, or experts
 
 For each number of tokens it times our kernels for any number of tokens ("expert-tiles") with many constants, gate_up
 and down by themselves; then our kernels for a few tokens ("experts-gemv") likewise; then whole layers, with the best
 constants. Everything is captured in CUDA graphs over several layers,
 whose weights together are larger than the L2 cache. The table's rows are written to a file, as `nanovllm tune` does.
+
+With --whole-experts it times the first of the ranks. Where few tokens choose their experts, others may have more work,
+for which the sum over the ranks waits.
 """
 
 import argparse
@@ -47,6 +51,12 @@ class Sizes(NamedTuple):
     top_k: int
     hidden: int
     intermediate: int
+    num_ranks: int = 1  # among which experts are divided
+
+    @property
+    def mine(self) -> range | None:
+        """The experts of the first rank; None for all."""
+        return range(self.num_experts // self.num_ranks) if self.num_ranks > 1 else None
 
 
 class Layer(NamedTuple):
@@ -67,6 +77,7 @@ class Step(NamedTuple):
     starts: torch.Tensor
     hidden: torch.Tensor  # between gate_up and down
     top_k: int
+    mine: range | None
 
     def gate_up_tiles(self, config: TileConfig) -> None:
         tiles.gate_up(self.x, self.order, self.starts, self.layer.gate_up, config)
@@ -77,24 +88,24 @@ class Step(NamedTuple):
     def gate_up_gemv(self, config: ExpertsGemvConfig) -> None:
         norm = self.norm.weight, self.norm.eps
         lens = self.context_lens
-        gemv.gate_up(self.x, *norm, self.logits, self.layer.gate_up, self.top_k, lens, config)
+        gemv.gate_up(self.x, *norm, self.logits, self.layer.gate_up, self.top_k, lens, config, mine=self.mine)
 
     def down_gemv(self, config: ExpertsGemvConfig) -> None:
         weight, lens = self.layer.down, self.context_lens
-        gemv.down(self.hidden, self.logits, weight, self.top_k, True, self.x, True, lens, config)
+        gemv.down(self.hidden, self.logits, weight, self.top_k, True, self.x, True, lens, config, mine=self.mine)
 
     def problem(self) -> ExpertsProblem:
         gate_up, down = (Unquantized().quantize(weight, weight.dtype) for weight in self.layer)
         tensors = Normed(self.x, self.norm), self.logits, gate_up, down
         key = Key.of("experts", self.context_lens is None, gate_up)
-        return ExpertsProblem(key, *tensors, self.top_k, True, self.x, True, self.context_lens)
+        return ExpertsProblem(key, *tensors, self.top_k, True, self.x, True, self.context_lens, mine=self.mine)
 
 
 def make_layers(sizes: Sizes, device: torch.device) -> list[Layer]:
     def weight(*shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(std=shape[-1] ** -0.5)
 
-    experts, _, hidden, intermediate = sizes
+    hidden, intermediate, experts = sizes.hidden, sizes.intermediate, sizes.num_experts // sizes.num_ranks
     return [
         Layer(weight(experts, 2 * intermediate, hidden), weight(experts, hidden, intermediate))
         for _ in range(NUM_LAYERS)
@@ -110,10 +121,10 @@ def make_steps(layers: list[Layer], sizes: Sizes, num_tokens: int, is_prefill: b
     for layer in layers:
         x = torch.randn(num_tokens, sizes.hidden, device=device).bfloat16()
         logits = torch.randn(num_tokens, sizes.num_experts, device=device).bfloat16()
-        experts, weights = tiles.route(logits, sizes.top_k, True, lens)
-        order, starts = tiles.sort_by_expert(experts, sizes.num_experts)
+        experts, weights = tiles.route(logits, sizes.top_k, True, lens, mine=sizes.mine)
+        order, starts = tiles.sort_by_expert(experts, len(layer.down))
         hidden = torch.randn(num_tokens * sizes.top_k, sizes.intermediate, device=device).bfloat16()
-        steps.append(Step(layer, x, norm, logits, lens, weights, order, starts, hidden, sizes.top_k))
+        steps.append(Step(layer, x, norm, logits, lens, weights, order, starts, hidden, sizes.top_k, sizes.mine))
     return steps
 
 
@@ -192,8 +203,9 @@ class Sweep:
         """The candidates, the best first."""
         steps = make_steps(self.layers, self.sizes, num_tokens, is_prefill)
         used = sum(int((step.starts.diff() > 0).sum()) for step in steps) / len(steps)
+        pairs = sum(int(step.starts[-1]) for step in steps) / len(steps)
         numbers = 3 * self.sizes.hidden * self.sizes.intermediate
-        floor = max(used * numbers * 2 / BANDWIDTH, 2 * num_tokens * self.sizes.top_k * numbers / MATRIX_RATE)
+        floor = max(used * numbers * 2 / BANDWIDTH, 2 * pairs * numbers / MATRIX_RATE)
         print(f"{'prefill' if is_prefill else 'decode'} {num_tokens} tokens, {used:.0f} experts:", flush=True)
         configs = self.tile_configs(num_tokens)
         parts = [self.best(steps, part, c) for part, c in zip(("gate_up_tiles", "down_tiles"), configs, strict=True)]
@@ -225,11 +237,20 @@ def main() -> None:
     parser.add_argument("--sizes", type=int, nargs=4, default=(128, 8, 2048, 768), help="as in `Sizes`")
     parser.add_argument("--decode", type=int, nargs="*", default=DECODE_TOKENS, help="numbers of tokens")
     parser.add_argument("--prefill", type=int, nargs="*", default=PREFILL_TOKENS, help="numbers of tokens")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="time one of N ranks' part of the layer")
+    parser.add_argument("--whole-experts", action="store_true", help="with --ranks: experts, not columns of each")
     parser.add_argument("--output", type=Path, default=Path("experts.json"))
     args = parser.parse_args()
     require_gpus(parser)
     device = torch.device("cuda", torch.cuda.current_device())
     sizes = Sizes(*args.sizes)
+    size = sizes.num_experts if args.whole_experts else sizes.intermediate
+    if args.ranks < 1 or size % args.ranks:
+        parser.error(f"--ranks {args.ranks}: must divide {size}")
+    if args.whole_experts:
+        sizes = sizes._replace(num_ranks=args.ranks)
+    else:
+        sizes = sizes._replace(intermediate=sizes.intermediate // args.ranks)
     rows = {}
     with torch.inference_mode():
         sweep = Sweep(sizes, make_layers(sizes, device), time_graph)
@@ -238,7 +259,7 @@ def main() -> None:
         for is_prefill, counts in ((False, args.decode), (True, args.prefill)):
             if counts:
                 row = Row({n: sweep.measure(n, is_prefill) for n in counts})
-                rows[Key.of("experts", is_prefill, weight)] = row
+                rows[Key.of("experts", is_prefill, weight)._replace(experts=sizes.num_experts)] = row
     table = Table(rows, versions=installed_versions("torch", "triton"))
     write_table(args.output, torch.cuda.get_device_name(device), table)
     print(args.output.read_text())

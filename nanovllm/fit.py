@@ -13,6 +13,7 @@ import torch
 from nanovllm.config import CPU_KVCACHE_GIB, DTYPES, FP8_CAPABILITY, Config
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
+from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.formats.parameters import stored
 from nanovllm.layers.stores.store import count_cells
@@ -113,15 +114,22 @@ def needs(config: Config, model: Any = None, is_cpu: bool = False) -> Needs:
     model = model or meta_model(config)
     sizes = model_bytes(config, model)
     c, size = config.hf_config, config.tensor_parallel_size
-    # The widest point of a step is an MLP: the residual stream, its norm, gate and up, and their product.
+    # The widest point of a step is an MLP: the residual stream, its norm, gate and up, and their product; or a token's
+    # experts.
     spec = model_class(c).spec(c)
     of_layers = {layer_heads(c, spec, layer) for layer in range(c.num_hidden_layers)}
     heads = max((c.num_attention_heads + 2 * x.num_kv_heads) * x.head_dim for x in of_layers) // size
-    values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size)
+    values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size, _expert_values(model, c.hidden_size))
     logits = config.max_num_seqs * c.vocab_size // size
     activations = (step_tokens(config) * values + logits + _largest_packed(model)) * config.dtype.itemsize
     weights = sizes.weights + sizes.tables + (packed_head_bytes(config, model) if is_cpu else 0)
     return Needs(weights, activations, sizes.per_block, sizes.per_cell)
+
+
+def _expert_values(model: Any, hidden_size: int) -> int:
+    """Numbers of a token's experts on a rank: hidden ones and results, also of experts that are on others."""
+    mixtures = [each for each in model.modules() if isinstance(each, MixtureOfExperts)]
+    return max((each.top_k * (len(each.experts.shards.columns) + hidden_size) for each in mixtures), default=0)
 
 
 def _largest_packed(model: Any) -> int:

@@ -180,9 +180,9 @@ def layer_problems(layer: Any) -> list[AnyProblem]:
 
 
 def keys_and_top_k(problems: Iterable[AnyProblem]) -> tuple[list[Key], int]:
-    """The keys of a layer's products, and how many of the rank's experts a token has, 1 without experts."""
+    """The keys of a layer's products, and how many experts a token has, 1 without experts."""
     keys = [problem.key for problem in problems]
-    return keys, max((problem.mean_top_k for problem in problems if isinstance(problem, ExpertsProblem)), default=1)
+    return keys, max((problem.top_k for problem in problems if isinstance(problem, ExpertsProblem)), default=1)
 
 
 def _attention_shape(layer: Any, device: torch.device) -> AttentionShape:

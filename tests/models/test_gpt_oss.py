@@ -22,6 +22,9 @@ from thread_ranks import make_llm_of_ranks
 from nanovllm.config import Config
 from nanovllm.kernels.matmul.four_bit import FourBit, codes_torch, dequantize_torch
 from nanovllm.kernels.matmul.mxfp4 import quantize_torch
+from nanovllm.layers.formats.mxfp4 import Mxfp4
+from nanovllm.models.loader import load_model
+from nanovllm.models.model_size import meta_model
 
 pytestmark = needs_family("gpt_oss")
 
@@ -146,6 +149,17 @@ def test_changed_weights_of_whole_experts_on_each_rank(odd_groups, tmp_path):
         assert complete(llm, prompts, greedy(8)) != reference.greedy(prompts, 8)
         llm.update_weights(load_file(odd_groups[0] / "model.safetensors").items())
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
+
+
+def test_no_rank_reads_the_scales_of_others_experts(odd_groups, monkeypatch):
+    """They need not even be right there: each rank checks what it holds."""
+    checked = []
+    monkeypatch.setattr(Mxfp4, "are_scales", lambda format, scales: bool(checked.append(scales.shape)) or True)
+    for num_ranks in (1, 2):
+        config = Config(str(odd_groups[0]), device="cpu", tensor_parallel_size=num_ranks)
+        checked.clear()
+        load_model(meta_model(config, num_ranks - 1), str(odd_groups[0]))
+        assert len(checked) == config.hf_config.num_hidden_layers * 3 * 4 // num_ranks
 
 
 def test_random_weights_of_whole_experts_on_each_rank(odd_groups):

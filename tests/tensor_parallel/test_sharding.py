@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from checkpoints import make_checkpoint, make_llm
 from configs import TUNED, dummy
+from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoConfig
 
@@ -72,10 +73,10 @@ def test_the_shards_make_up_the_checkpoint(path, size):
     assert all(model.lm_head.vocab_start_idx % 64 == 0 for model in models)
 
 
-@pytest.mark.parametrize("size", [2, 4])
-def test_no_rank_holds_or_reads_more_than_its_share(path, size, monkeypatch):
-    whole = load_file(path / "model.safetensors")
-    num_read = []
+@pytest.fixture
+def num_read(monkeypatch):
+    """How many numbers each model that is loaded has read, in a list that grows."""
+    num_read: list[int] = []
 
     class Counting:
         def __init__(self, tensor):
@@ -99,6 +100,12 @@ def test_no_rank_holds_or_reads_more_than_its_share(path, size, monkeypatch):
 
     monkeypatch.setattr(loader, "open_tensors", open_counting)
     monkeypatch.setattr(loader, "load_model", lambda *args, load=loader.load_model: (num_read.append(0), load(*args)))
+    return num_read
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_no_rank_holds_or_reads_more_than_its_share(path, size, num_read):
+    whole = load_file(path / "model.safetensors")
     models = load_ranks(path, size)
     replicated = sum(
         t.numel() for name, t in whole.items() if name.endswith(("norm.weight", "o_proj.bias", "embed_tokens.weight"))
@@ -110,6 +117,34 @@ def test_no_rank_holds_or_reads_more_than_its_share(path, size, monkeypatch):
     for model, read in zip(models, num_read, strict=True):
         assert sum(p.numel() for p in model.parameters()) <= share + size * padding
         assert 0 < read <= share + size * padding
+
+
+@pytest.mark.parametrize(("columns", "size"), [(96, 2), (98, 4), (97, 2)])
+def test_experts_are_shared_out_by_columns_or_whole(tmp_path, columns, size, num_read):
+    """Whole ones where the ranks do not divide the columns."""
+    fields = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": columns, "max_window_layers": 0}
+    path = make_checkpoint(tmp_path, family="qwen3_moe", num_key_value_heads=4, num_hidden_layers=1, **fields)
+    models, is_whole = load_ranks(path, size), columns % size > 0
+    with safe_open(path / "model.safetensors", "pt") as file:
+        names = [name for name in file.keys() if ".experts." in name]  # noqa: SIM118 (not a dict)
+        tensors = {name.partition(".experts.")[2]: file.get_tensor(name) for name in names}
+        numbers = sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+    of_experts = [model.model.layers[0].mlp.experts for model in models]
+    for expert in range(8):
+        gate, up, down = (tensors[f"{expert}.{name}_proj.weight"] for name in ("gate", "up", "down"))
+        if is_whole:
+            owner, place = of_experts[expert // (8 // size)], expert % (8 // size)
+            assert torch.equal(owner.gate_up_proj.weight[place], torch.cat((gate, up)))
+            assert torch.equal(owner.down_proj.weight[place], down)
+        else:
+            halves = [experts.gate_up_proj.weight[expert].chunk(2) for experts in of_experts]
+            assert torch.equal(torch.cat([half[0] for half in halves]), gate)
+            assert torch.equal(torch.cat([half[1] for half in halves]), up)
+            assert torch.equal(torch.cat([experts.down_proj.weight[expert] for experts in of_experts], 1), down)
+    in_experts = sum(tensor.numel() for tensor in tensors.values())
+    assert all(read <= in_experts / size + numbers - in_experts for read in num_read)
+    for model in models:
+        assert loader.num_checkpoint_params(model) == numbers
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -157,6 +192,11 @@ def test_every_tuned_size_can_be_shared(size):
         ({"num_attention_heads": 6}, 4, r"num_attention_heads \(6\)"),
         ({"num_attention_heads": 12, "num_key_value_heads": 3}, 2, r"num_key_value_heads \(3\)"),
         ({"num_attention_heads": 8, "num_key_value_heads": 8, "intermediate_size": 98}, 4, r"intermediate_size \(98\)"),
+        (
+            {"family": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 97},
+            2,
+            r"moe_intermediate_size \(97\); or use a tensor_parallel_size that divides the number of experts \(3\)",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused_before_any_process_starts(tmp_path, monkeypatch, fields, size, message):

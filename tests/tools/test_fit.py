@@ -73,6 +73,13 @@ def test_it_says_which_option_makes_a_model_fit(capsys):
     assert max(map(len, out.splitlines())) <= 80
 
 
+def test_experts_of_a_token_are_wider_than_an_mlp():
+    """Qwen3-30B-A3B: 8 experts of 768 columns, and as many results of 2,048, beside the stream and its norm."""
+    needed = question("Qwen3-30B-A3B", max_num_seqs=1, max_num_batched_tokens=4096).needs()
+    values = 2 * 2048 + 8 * (768 + 2048)
+    assert needed.activations == (4096 * values + 151_936) * 2
+
+
 def test_the_least_harmful_change_comes_first(dense):
     """Smaller steps change no answer; then the KV cache's format, the length, the weights' format."""
     assert helpful(dense, gpu(19)) == [{"max_num_batched_tokens": 8192}, {"tensor_parallel_size": 2}]

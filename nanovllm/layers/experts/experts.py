@@ -218,7 +218,7 @@ class MixtureOfExperts(nn.Module):
         self.shared_expert: Any = SharedExpert(hidden_size, shared_size, tp, matmul) if shared_size else None
         options = biases, tp, size_name, matmul.table
         self.experts = Experts(num_experts, hidden_size, intermediate_size, *options)
-        self.products = Products(matmul, self.experts.gate_up_proj)
+        self.products = Products(matmul, self.experts.gate_up_proj, num_experts=num_experts)
 
     @property
     def extras(self) -> dict[str, Any]:

@@ -74,9 +74,12 @@ class Matmul:
 class Product:
     """A layer's product, bound to who computes it in each phase and for each number of tokens."""
 
-    def __init__(self, matmul: Matmul, operation: str, weight: Weight, bias: Tensor | None = None):
+    def __init__(
+        self, matmul: Matmul, operation: str, weight: Weight, bias: Tensor | None = None, num_experts: int | None = None
+    ):
+        """num_experts: as in `Products`."""
         self.weight, self.bias = weight, bias
-        self._matmul, self._operation = matmul, operation
+        self._matmul, self._operation, self._num_experts = matmul, operation, num_experts
         self._rows: dict[bool, tuple[Key, Row[Bound]]] = {}  # by whether it is a prefill
 
     def __call__(self, x: Input, out: Tensor | None = None) -> Any:
@@ -90,6 +93,7 @@ class Product:
         is_prefill = get_context().is_prefill
         if is_prefill not in self._rows:
             key = Key.of(self._operation, is_prefill, self.weight)
+            key = key._replace(experts=self._num_experts or key.experts)
             self._rows[is_prefill] = key, self._matmul.row(key, self.weight)
         return self._rows[is_prefill]
 
@@ -104,14 +108,20 @@ class HasMatrix(Protocol):
 class Products(dict[str, Product]):
     """The products of one layer's weight, by operation, each bound when it is first asked for."""
 
-    def __init__(self, matmul: Matmul | None, layer: HasMatrix, bias: Tensor | None = None):
-        """matmul: None for one with torch's candidates alone. layer: its `matrix` is the weight."""
+    def __init__(
+        self, matmul: Matmul | None, layer: HasMatrix, bias: Tensor | None = None, num_experts: int | None = None
+    ):
+        """matmul: None for one with torch's candidates alone. layer: its `matrix` is the weight. num_experts: of all
+        ranks, if this is one's part: a row of the table is for so many, because it tells tokens of an expert. None: the
+        weight's."""
         super().__init__()
+        self._num_experts = num_experts
         # Weak, because the layer has this: its weights would outlive the engine until Python looks for cycles.
         self._matmul, self._layer, self._bias = matmul, weakref.proxy(layer), bias
 
     def __missing__(self, operation: str) -> Product:
-        found = self[operation] = Product(self._matmul or Matmul(), operation, self._layer.matrix, self._bias)
+        args = operation, self._layer.matrix, self._bias, self._num_experts
+        found = self[operation] = Product(self._matmul or Matmul(), *args)
         return found
 
 

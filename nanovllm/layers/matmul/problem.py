@@ -61,7 +61,7 @@ class ExpertsProblem(NamedTuple):
     @property
     def mean_top_k(self) -> int:
         """How many of these experts a token has on average, if all experts are as likely; at least 1."""
-        return max(1, round(self.top_k * self.key.experts / self.logits.shape[1]))
+        return max(1, round(self.top_k * len(self.weight) / self.logits.shape[1]))
 
 
 AnyProblem = Problem | ExpertsProblem

@@ -42,8 +42,8 @@ class ExpertTiles(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, second, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
-        routing = logits, top_k, normalize, lens, *rest
+        _, x, logits, weight, second, top_k, normalize, out, add, lens, bias, down_bias, activation, *_ = problem
+        routing = logits, top_k, normalize, lens, problem.scales, problem.mine
         if not use_kernels(logits):
             routed = route_torch(*routing)
             products = _product(weight, bias), _product(second, down_bias)

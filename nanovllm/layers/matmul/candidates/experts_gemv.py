@@ -27,8 +27,8 @@ class ExpertsGemv(Candidate):
         return self.is_for(key) and use_kernels(weight.values) and key.K <= MAX_NORM_SIZE
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
-        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
-        scales, mine = rest
+        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *_ = problem
+        scales, mine = problem.scales, problem.mine
         if len(x) > kernels.MAX_TOKENS:
             return None
         gate_up_config, down_config = (ExpertsGemvConfig(*each) for each in constants)

@@ -35,8 +35,8 @@ class FourBitExperts(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
-        experts, shares = route(logits, top_k, normalize, lens, *rest)
+        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *_ = problem
+        experts, shares = route(logits, top_k, normalize, lens, problem.scales, problem.mine)
         order, starts = sort_by_expert(experts, len(weight))
         default = kernels.default_config(len(order), logits.shape[1])
         gate_up_config, down_config = (FourBitExpertTiles(*each) for each in constants or (default, default))

@@ -33,7 +33,7 @@ class FourBitExpertsGemv(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple) -> Tensor | None:
-        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *rest = problem
+        _, x, logits, weight, down, top_k, normalize, out, add, lens, bias, down_bias, activation, *_ = problem
         if len(x) > kernels.MAX_TOKENS:
             return None
         gate_up_config, down_config = (FourBitExpertsConfig(*each) for each in constants)
@@ -43,7 +43,7 @@ class FourBitExpertsGemv(Candidate):
             values, norm_weight, eps = x.residual, x.weight, x.eps
         else:
             values = value_of(x)
-        experts, shares = route(logits, top_k, normalize, lens, *rest)
+        experts, shares = route(logits, top_k, normalize, lens, problem.scales, problem.mine)
         hidden = kernels.gate_up(values, norm_weight, eps, experts, four_bit(weight), bias, gate_up_config, activation)
         sums = out, add, down_config, problem.mine is not None
         return kernels.down(hidden, experts, shares, four_bit(down), down_bias, *sums)
