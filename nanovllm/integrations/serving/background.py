@@ -51,10 +51,10 @@ class _Line:
                 sample["error"] = delta["error"]
 
     def output(self) -> Output:
-        """As a RequestOutput, or with an error alone."""
+        """As a RequestOutput, or an ErrorOutput."""
         for sample in self.samples:
             if "error" in sample:
-                return {"error": sample["error"]}
+                return _error(sample["error"])
         output = self.samples[0] | {"num_prompt_tokens": len(self.token_ids), "prompt_logprobs": None}
         return output | ({"samples": self.samples} if self.params.n > 1 else {})
 
@@ -62,6 +62,11 @@ class _Line:
         """Of the KV cache, at most, for its tokens so far."""
         num_tokens = len(self.token_ids)
         return sum(-(-(num_tokens + len(sample["token_ids"]) + 1) // block_size) for sample in self.samples)
+
+
+def _error(text: str) -> Output:
+    """As an ErrorOutput, as far as jobs read it."""
+    return {"error": text, "token_ids": []}
 
 
 class _Run:
@@ -93,7 +98,7 @@ class Background:
     def answer(
         self, pairs: Iterable[tuple[list[int], SamplingParams]], check: Callable[[], None]
     ) -> Iterator[tuple[int, Output]]:
-        """(index, RequestOutput or {"error": ...}) of prompts in token ids, as they finish. Prompts are taken a few at
+        """(index, RequestOutput or ErrorOutput) of prompts in token ids, as they finish. Prompts are taken a few at
         a time.
 
         check: called several times a second; an exception that it raises ends this iterator, and drops the lines.
@@ -199,7 +204,7 @@ class Background:
                 raise ValueError("prompt_logprobs: is not served; use LLM.generate, LLM.score or run-batch")
             self._under_way[self._llm.add_request(line.token_ids, line.params)] = line
         except (TypeError, ValueError, ImportError) as error:
-            line.run.done.put((line.index, {"error": str(error)}))
+            line.run.done.put((line.index, _error(str(error))))
 
     def _make_room(self, run: _Run) -> None:
         """Put lines back if live requests find no room beside them."""

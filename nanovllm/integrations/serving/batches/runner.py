@@ -215,9 +215,14 @@ class BatchRunner:
             return self._plan(batch.id, "completed")
         except _Ended as ended:
             return self._plan(batch.id, ended.outcome)
-        except (ValueError, TypeError, ImportError, FileNotFoundError) as error:
+        except _Stopped:
+            raise
+        except Exception as error:
+            is_of_disk = isinstance(error, JobError | OSError) and not isinstance(error, FileNotFoundError)
+            if is_of_disk or self._background.has_ended:
+                raise
             # The input has been damaged, or the server has another model than before, or a package is missing.
-            logger.error("%s: has failed: %s", batch.id, error)
+            logger.error("%s: has failed", batch.id, exc_info=error)
             return self._plan(batch.id, "failed", [_error("server_error", self._without_paths(str(error)))])
         finally:
             self._current = None
