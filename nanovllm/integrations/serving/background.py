@@ -89,7 +89,8 @@ class Background:
         self._llm, self._wake = llm, wake
         self._run: _Run | None = None
         self._under_way: dict[int, _Line] = {}  # by request id, the oldest first
-        self._live: dict[int, tuple[int, int]] = {}  # requests without a token: prompt tokens, samples
+        # Live requests that wait: the tokens of their prompts, their samples, and which of these have begun.
+        self._live: dict[int, tuple[int, int, set[int]]] = {}
         self._has_stale = False  # lines of a batch that has ended
         self._end: Exception | None = None
 
@@ -151,10 +152,20 @@ class Background:
 
     def expect(self, request_id: int, num_prompt_tokens: int, num_samples: int) -> None:
         """A live request has been added."""
-        self._live[request_id] = num_prompt_tokens, num_samples
+        self._live[request_id] = num_prompt_tokens, num_samples, set()
+
+    def count(self, delta: StreamDelta) -> None:
+        """A sample of a live request has got tokens, or has ended."""
+        request_id = delta["request_id"]
+        if request_id not in self._live:
+            return
+        _, num_samples, begun = self._live[request_id]
+        begun.add(delta["sample"])
+        if len(begun) == num_samples:
+            del self._live[request_id]
 
     def forget(self, request_id: int) -> None:
-        """It has its first token, or has ended."""
+        """A live request has been aborted."""
         self._live.pop(request_id, None)
 
     def begin(self, has_live: bool, live_requests_come: bool) -> None:
@@ -211,15 +222,17 @@ class Background:
         config, stats = self._llm.config, self._llm.stats()
         if not stats["waiting"]:
             return
-        num_seqs = max((samples for _, samples in self._live.values()), default=0)
-        num_tokens = max((tokens for tokens, _ in self._live.values()), default=0)
+        block_size = config.kvcache_block_size
+        num_seqs, num_blocks = 0, stats["kv_blocks_total"] // _FREE_SHARE
+        for num_tokens, num_samples, begun in self._live.values():
+            num_seqs += num_samples - len(begun)
+            num_blocks += (num_samples - len(begun)) * -(-num_tokens // block_size)
         num_seqs -= config.max_num_seqs - stats["running"]
-        num_blocks = -(-num_tokens // config.kvcache_block_size) + stats["kv_blocks_total"] // _FREE_SHARE
         num_blocks -= stats["kv_blocks_free"]
         while self._under_way and (num_seqs > 0 or num_blocks > 0):
             request_id, line = self._under_way.popitem()
             num_seqs -= line.num_left
-            num_blocks -= line.num_blocks(config.kvcache_block_size)
+            num_blocks -= line.num_blocks(block_size)
             self._llm.abort_request(request_id)
             run.waiting.appendleft(line)
 

@@ -202,7 +202,7 @@ class EngineLoop:
             if request_id not in self._submissions:
                 self.background.deliver(delta)
                 continue
-            self.background.forget(request_id)
+            self.background.count(delta)
             submission, index = self._submissions[request_id]
             events.append((submission, (index * submission.params.n + delta["sample"], delta)))
             if delta["finish_reason"] is not None:
