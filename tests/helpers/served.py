@@ -22,8 +22,8 @@ def as_lines(rows) -> bytes:
     return "".join(f"{row if isinstance(row, str) else json.dumps(row)}\n" for row in rows).encode()
 
 
-def wait_for(condition):
-    deadline = time.monotonic() + SECONDS
+def wait_for(condition, seconds=SECONDS):
+    deadline = time.monotonic() + seconds
     while not (found := condition()):
         assert time.monotonic() < deadline, "it takes too long"
         time.sleep(0.01)

@@ -28,6 +28,7 @@ class Loop:
         self.llm = llm
         self.background = background_module.Background(llm, lambda: None)
         self.live = {}  # request id -> its tokens
+        self._num_left = {}  # request id -> samples that have not ended
         self.done = {}  # index of a line -> its output
         self._thread = None
 
@@ -54,7 +55,7 @@ class Loop:
 
     def add_live(self, token_ids, params):
         request_id = self.llm.add_request(token_ids, params, streams=True)
-        self.live[request_id] = []
+        self.live[request_id], self._num_left[request_id] = [], params.n
         self.background.expect(request_id, len(token_ids), params.n)
         return request_id
 
@@ -66,7 +67,8 @@ class Loop:
                 continue
             self.background.count(delta)
             self.live[delta["request_id"]] += delta["token_ids"]
-            if delta["finish_reason"] is not None:
+            self._num_left[delta["request_id"]] -= delta["finish_reason"] is not None
+            if not self._num_left[delta["request_id"]]:
                 del self.live[delta["request_id"]]
 
     def finish(self, most=2000):

@@ -1,7 +1,10 @@
 """/v1/files and /v1/batches, called by OpenAI's client: answers, errors, files, pages, and what outlives a server."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -9,7 +12,7 @@ import pytest
 import transformers
 from checkpoints import assert_idle, make_ascii_checkpoint, make_llm
 from job_files import ReadHere
-from served import MODEL, as_lines, request, served, wait_for
+from served import MODEL, SECONDS, as_lines, request, served, wait_for
 
 from nanovllm.jobs import work
 
@@ -499,3 +502,52 @@ def test_another_model_than_before(llm, tmp_path):
         assert len(answers) >= 5
         assert set(errors.values()) == {"batch_failed"}
         assert len(answers) + len(errors) == 105
+
+
+def start_command(path, folder, *options):
+    """`nanovllm serve` as a process, and a client for it."""
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "NANOVLLM_API_KEY": "secret"}
+    engine = ["--device", "cpu", "--max-model-len", "400", "--dtype", "float32", "--port", "0"]
+    command = [sys.executable, "-m", "nanovllm", "serve", str(path), *engine, "--batches", str(folder), *options]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    line = process.stdout.readline()
+    if (found := re.search(r"on (http://\S+)", line)) is None:
+        raise AssertionError(line + process.communicate(timeout=SECONDS)[1])
+    return process, openai.OpenAI(base_url=found[1], api_key="secret", max_retries=0, timeout=SECONDS)
+
+
+@pytest.mark.nightly  # test_a_batch_goes_on_after_the_end_of_its_server ends a server in order, in a second.
+def test_a_server_that_is_killed(path, tmp_path):
+    """Twice, in the middle of a batch. Each line has one answer in the end."""
+    rows = [request(i, max_tokens=120) for i in range(600)]
+    process, client = start_command(path, tmp_path, "--served-model-name", MODEL)
+    batch_id, counts = None, []
+    for is_last in (False, False, True):
+        try:
+            if batch_id is None:
+                file = client.files.create(file=("a.jsonl", as_lines(rows)), purpose="batch")
+                options = {"endpoint": "/v1/completions", "completion_window": "24h"}
+                batch_id = client.batches.create(input_file_id=file.id, **options).id
+
+            def has_come(least=50 + (counts[-1] if counts else 0)):
+                found = client.batches.retrieve(batch_id)
+                return found if found.status == "completed" or (found.request_counts.completed >= least) else None
+
+            def has_ended():
+                found = client.batches.retrieve(batch_id)
+                return found if found.status not in ("validating", "in_progress", "finalizing") else None
+
+            found = wait_for(has_ended if is_last else has_come, SECONDS * 6)
+            counts.append(found.request_counts.completed)
+            if is_last:
+                text = client.files.content(found.output_file_id).text
+        finally:
+            client.close()
+            process.kill()
+            process.communicate(timeout=SECONDS)
+        if not is_last:
+            assert found.status == "in_progress"
+            process, client = start_command(path, tmp_path, "--served-model-name", MODEL)
+    assert (found.status, found.error_file_id, counts[-1]) == ("completed", None, 600)
+    ids = [json.loads(line)["custom_id"] for line in text.splitlines()]
+    assert sorted(ids) == sorted(row["custom_id"] for row in rows)
