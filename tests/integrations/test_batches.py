@@ -1,8 +1,10 @@
 """/v1/files and /v1/batches, called by OpenAI's client: answers, errors, files, pages, and what outlives a server."""
 
+import http.client
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ from checkpoints import assert_idle, make_ascii_checkpoint, make_llm
 from job_files import ReadHere
 from served import MODEL, SECONDS, as_lines, request, served, wait_for
 
+from nanovllm.cli import main
 from nanovllm.jobs import work
 
 REASON = "needs OpenAI's client and the server's packages: pip install '.[test]'"
@@ -305,7 +308,7 @@ def test_files_come_back_as_they_were_sent(server):
 
 
 def test_a_file_in_use_is_not_deleted(server):
-    batch = server.start(slow(50))
+    batch = server.until(server.start(slow(50)), "in_progress")
     with pytest.raises(openai.BadRequestError, match=f"is the input of {batch.id}"):
         server.client.files.delete(batch.input_file_id)
     server.client.batches.cancel(batch.id)
@@ -369,6 +372,97 @@ def test_pages(fresh_server):
     for wrong in ({"limit": 0}, {"limit": 101}, {"after": "batch_x"}):
         with pytest.raises(openai.BadRequestError, match=next(iter(wrong))):
             list_batches(**wrong)
+
+
+# -- who may use it, and clients that leave ----------------------------------------------------------------------------
+
+
+def send(server, method, path, headers=(), body=b"", kind="application/json"):
+    """(status, JSON or text) of a request as no client would send it."""
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=SECONDS)
+    connection.request(method, path, body, {"Content-Type": kind, **dict(headers)})
+    response = connection.getresponse()
+    text = response.read().decode()
+    connection.close()
+    return response.status, json.loads(text) if text.startswith("{") else text
+
+
+ROUTES = [
+    *(("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/x"), ("DELETE", "/v1/files/x")),
+    *(("GET", "/v1/files/x/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/x")),
+    *(("POST", "/v1/batches/x/cancel"), ("POST", "/v1/completions"), ("POST", CHAT), ("GET", "/v1/models")),
+    *(("GET", "/health"), ("GET", "/metrics"), ("GET", "/nothing")),
+]
+
+
+def test_every_route_needs_the_key(llm, tmp_path):
+    with served(llm, tmp_path, key="secret") as server:
+        assert [send(server, *route)[0] for route in ROUTES] == [401] * len(ROUTES)
+        assert send(server, "GET", "/metrics", {"Authorization": "Bearer secret"})[0] == 200
+        assert server.client.files.list().data == []
+
+
+def test_no_route_serves_a_foreign_page(server):
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        assert [send(server, *route, headers)[0] for route in ROUTES] == [403] * len(ROUTES)
+    # What a form of any page can send, without asking.
+    form = b'--b\r\nContent-Disposition: form-data; name="purpose"\r\n\r\nbatch\r\n'
+    form += b'--b\r\nContent-Disposition: form-data; name="file"; filename="a"\r\n\r\nx\r\n--b--\r\n'
+    upload = "POST", "/v1/files", {"Origin": "null"}, form, "multipart/form-data; boundary=b"
+    assert send(server, *upload)[0] == 403
+    assert server.store.files() == []
+    assert send(server, *upload[:2], {}, *upload[3:])[0] == 200
+
+
+def test_a_page_in_a_file_is_not_shown(server):
+    file = server.client.files.create(file=("page.html", b"<script>1</script>"), purpose="batch")
+    headers = server.client.files.with_raw_response.content(file.id).headers
+    assert headers["content-type"] == "application/octet-stream"
+    assert (headers["x-content-type-options"], headers["content-disposition"]) == ("nosniff", "attachment")
+
+
+@pytest.mark.parametrize("kind", ["application/json", "multipart/form-data", "text/plain"])
+def test_other_bodies_for_files(server, kind):
+    status, body = send(server, "POST", "/v1/files", {}, b"{}", kind)
+    assert status == 415
+    assert "multipart/form-data" in body["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("form", "message"),
+    [
+        (b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch\r\n--b--", "file: is missing"),
+        (b"--b\r\nContent-Disposition: form-data; name=file\r\n\r\n{}\r\n--b--", "purpose=none"),
+        (b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\nbatch", "it has no end"),
+        (b"--b\r\nContent-Disposition: form-data; name=purpose\r\n\r\n" + b"x" * 5000 + b"\r\n--b--", "more than 4096"),
+        (b"--b\r\nContent-Disposition: form-data; name=file\r\n\r\n{}\r\n" * 2 + b"--b--", "the form has it twice"),
+    ],
+    ids=["no file", "no purpose", "no end", "long purpose", "two files"],
+)
+def test_forms_that_lack_something(server, form, message):
+    status, body = send(server, "POST", "/v1/files", {}, form, "multipart/form-data; boundary=b")
+    assert (status, message in body["error"]["message"]) == (400, True), body
+    assert not list((server.store.path / "files").iterdir())
+
+
+def test_a_client_that_leaves_in_the_middle_of_a_file(server):
+    folder = server.store.path / "files"
+    with socket.create_connection(("127.0.0.1", server.port)) as connection:
+        head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Type: multipart/form-data; boundary=b\r\n"
+        start = "--b\r\nContent-Disposition: form-data; name=file; filename=a\r\n\r\n"
+        connection.sendall(f"{head}Content-Length: 900000\r\n\r\n{start}".encode() + b"x" * 100_000)
+        wait_for(lambda: list(folder.iterdir()))
+    wait_for(lambda: not list(folder.iterdir()))
+
+
+def test_options_of_the_command(capsys):
+    for option in ("--batch-file-max-mib", "--batches-max-gib"):
+        with pytest.raises(SystemExit):
+            main(["serve", "model", option, "5"])
+        assert f"argument {option}: needs --batches" in capsys.readouterr().err
+        with pytest.raises(SystemExit):
+            main(["serve", "model", "--batches", "x", option, "0"])
+        assert "'0' is no size" in capsys.readouterr().err
 
 
 # -- live requests go first --------------------------------------------------------------------------------------------
