@@ -7,7 +7,7 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -41,6 +41,7 @@ from nanovllm.utils.threads import available_cores
 _MAX_AHEAD = 16_384
 _PAUSE_SECONDS = 0.01
 _MAX_REPLICAS = 2**31 - 1
+_NOTHING = Counts()
 # What goes wrong with a disk, and not because of a call.
 _OF_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOLCK}
 
@@ -192,7 +193,7 @@ class Job:
     is_continued: bool = False  # An earlier call has begun it.
     num_generated: int = 0  # tokens, by this call
     has_begun: bool = False  # A call without overwrite and retry_errors would go on with it.
-    counts: Counts = field(default_factory=Counts)  # of the folder's rows when lines began, or have ended
+    counts: Counts = _NOTHING  # of the folder's rows when lines began, or have ended
     writer: Writer | None = None  # while lines are answered
 
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:

@@ -30,7 +30,7 @@ class Loop:
         self.live = {}  # request id -> its tokens
         self._num_left = {}  # request id -> samples that have not ended
         self.done = {}  # index of a line -> its output
-        self._thread = None
+        self._thread = threading.Thread()
 
     def submit(self, pairs):
         """Begin to answer lines in a thread. Returns when they are known."""

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import transformers
@@ -230,7 +231,7 @@ def test_the_example_of_the_page(server, tmp_path, monkeypatch):
     (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     code = code.replace("http://127.0.0.1:8000/v1", server.url).replace("Qwen/Qwen3-0.6B", MODEL)
     monkeypatch.chdir(tmp_path)
-    names = {}
+    names: dict[str, Any] = {}
     exec(code.replace("time.sleep(5)", "time.sleep(0.05)"), names)
     assert sorted(names["answers"]) == sorted(names["rivers"])
     assert names["batch"].status == "completed"
@@ -573,7 +574,7 @@ def test_a_disk_that_is_full_for_a_while(llm, tmp_path, monkeypatch):
     from nanovllm.integrations.serving.batches import runner
     from nanovllm.jobs.part_writer import PartWriter
 
-    write, failures = PartWriter.write, []
+    write, failures = PartWriter.write, list[list[str]]()
 
     def failing(self, answers, errors):
         if answers and len(failures) < 2:
@@ -588,6 +589,18 @@ def test_a_disk_that_is_full_for_a_while(llm, tmp_path, monkeypatch):
         assert (batch.status, batch.request_counts.completed) == ("completed", 30)
         assert len({row["custom_id"] for row in server.lines(batch.output_file_id)}) == 30
     assert len(failures) == 2
+
+
+def test_a_disk_that_takes_no_file(server, monkeypatch):
+    from nanovllm.integrations.serving.batches.store import Upload
+
+    def fail(upload, content):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Upload, "write", fail)
+    with pytest.raises(openai.InternalServerError, match="the disk does not take it: No space left on device"):
+        server.upload([request(0)])
+    assert not list((server.store.path / "files").iterdir())
 
 
 def test_another_model_than_before(llm, tmp_path):
@@ -614,7 +627,7 @@ def start_command(path, folder, *options):
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "NANOVLLM_API_KEY": "secret"}
     engine = ["--device", "cpu", "--max-model-len", "400", "--dtype", "float32", "--port", "0"]
     command = [sys.executable, "-m", "nanovllm", "serve", str(path), *engine, "--batches", str(folder), *options]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    process: Any = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
     line = process.stdout.readline()
     if (found := re.search(r"on (http://\S+)", line)) is None:
         raise AssertionError(line + process.communicate(timeout=SECONDS)[1])

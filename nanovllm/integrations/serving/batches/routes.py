@@ -1,13 +1,14 @@
 """/v1/files and /v1/batches, as OpenAI's client calls them."""
 
 import asyncio
+import logging
 import re
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
@@ -18,6 +19,8 @@ from nanovllm.integrations.serving.batches.runner import BatchRunner, CannotCanc
 from nanovllm.integrations.serving.batches.store import InUse, TooLarge, Upload
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.text_json import as_json
+
+logger = logging.getLogger(__name__)
 
 _WRITE_BYTES = 1 << 20  # that go to the disk together
 _MAX_FIELD_BYTES = 4096
@@ -39,15 +42,15 @@ class BatchRoutes:
 
     def routes(self) -> list[Route]:
         return [
-            Route("/v1/files", self._upload, methods=["POST"]),
-            Route("/v1/files", self._list_files, methods=["GET"]),
-            Route("/v1/files/{id}", self._show_file, methods=["GET"]),
-            Route("/v1/files/{id}", self._delete_file, methods=["DELETE"]),
-            Route("/v1/files/{id}/content", self._content, methods=["GET"]),
-            Route("/v1/batches", self._create, methods=["POST"]),
-            Route("/v1/batches", self._list_batches, methods=["GET"]),
-            Route("/v1/batches/{id}", self._show_batch, methods=["GET"]),
-            Route("/v1/batches/{id}/cancel", self._cancel, methods=["POST"]),
+            _route("POST", "/v1/files", self._upload),
+            _route("GET", "/v1/files", self._list_files),
+            _route("GET", "/v1/files/{id}", self._show_file),
+            _route("DELETE", "/v1/files/{id}", self._delete_file),
+            _route("GET", "/v1/files/{id}/content", self._content),
+            _route("POST", "/v1/batches", self._create),
+            _route("GET", "/v1/batches", self._list_batches),
+            _route("GET", "/v1/batches/{id}", self._show_batch),
+            _route("POST", "/v1/batches/{id}/cancel", self._cancel),
         ]
 
     # -- files ---------------------------------------------------------------------------------------------------------
@@ -174,6 +177,19 @@ class BatchRoutes:
         except CannotCancel as error:
             raise HTTPException(400, str(error)) from error
         return _json(batch.view())
+
+
+def _route(method: str, path: str, answer: Callable[[Request], Awaitable[Response]]) -> Route:
+    async def checked(request: Request) -> Response:
+        try:
+            return await answer(request)
+        except ClientDisconnect:
+            return Response(status_code=499)  # Nobody reads it.
+        except OSError as error:
+            logger.error("%s %s: %s", method, path, error)
+            raise HTTPException(500, f"the disk does not take it: {error.strerror}") from error
+
+    return Route(path, checked, methods=[method])
 
 
 class _Form:

@@ -1,6 +1,7 @@
 """The threads that work on batches: one checks their input, one answers them, one batch at a time."""
 
 import logging
+import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -13,6 +14,7 @@ from nanovllm.integrations.serving.batches.batch_job import BatchArguments, Batc
 from nanovllm.integrations.serving.batches.input_check import check_input
 from nanovllm.integrations.serving.batches.records import Batch, Row, StoredFile, new_id
 from nanovllm.integrations.serving.batches.store import BatchStore
+from nanovllm.jobs.folder import Counts
 from nanovllm.jobs.run import JobError
 
 logger = logging.getLogger(__name__)
@@ -183,7 +185,7 @@ class BatchRunner:
                 return  # It has just been cancelled.
             batch = self._answer(batch)
         elif batch.outcome is None:
-            batch = self._plan(batch.id, "cancelled")
+            batch = self._plan(batch.id, "cancelled", Counts())
         try:
             self._finish(batch)
         except ValueError as error:  # Its folder stays as it is.
@@ -212,9 +214,9 @@ class BatchRunner:
             check()
             with job.folder:
                 job.run(False, False)
-            return self._plan(batch.id, "completed")
+            return self._plan(batch.id, "completed", job.counts)
         except _Ended as ended:
-            return self._plan(batch.id, ended.outcome)
+            return self._plan(batch.id, ended.outcome, job.counts)
         except _Stopped:
             raise
         except Exception as error:
@@ -223,21 +225,26 @@ class BatchRunner:
                 raise
             # The input has been damaged, or the server has another model than before, or a package is missing.
             logger.error("%s: has failed", batch.id, exc_info=error)
-            return self._plan(batch.id, "failed", [_error("server_error", self._without_paths(str(error)))])
+            return self._plan(batch.id, "failed", job.counts, _error("server_error", self._without_paths(str(error))))
         finally:
             self._current = None
 
     def _without_paths(self, text: str) -> str:
-        return text.replace(str(self.store.path), "")
+        """Clients need not know where the server keeps files."""
+        return text.replace(f"{self.store.path}{os.sep}", "")
 
-    def _plan(self, batch_id: str, outcome: str, errors: list[Row] | None = None) -> Batch:
-        """Say how a batch ends, and what its files are called, before they are made: whoever goes on makes the same."""
+    def _plan(self, batch_id: str, outcome: str, counts: Counts, *errors: Row) -> Batch:
+        """Say how a batch ends, and what its files are called, before they are made: whoever goes on makes the same.
+
+        counts: of the answers so far.
+        """
 
         def change(batch: Batch) -> Batch:
             if batch.status != "cancelling":
                 batch = batch.become("finalizing")
             output, error = new_id("file-"), new_id("file-")
-            return replace(batch, outcome=outcome, errors=errors or [], output_file_id=output, error_file_id=error)
+            batch = replace(batch, outcome=outcome, output_file_id=output, error_file_id=error)
+            return _with_counts(replace(batch, errors=list(errors)), counts)
 
         return self.store.update(batch_id, change)
 
@@ -272,9 +279,14 @@ def _expire(batch: Batch) -> Batch:
     return batch if batch.has_ended or batch.has_begun else batch.become("expired")
 
 
-def _with_counts(batch: Batch, counts: Any) -> Batch:
-    names = ("num_answered", "num_failed", "num_prompt_tokens", "num_completion_tokens")
-    return replace(batch, **dict(zip(names, counts, strict=True)))
+def _with_counts(batch: Batch, counts: Counts) -> Batch:
+    return replace(
+        batch,
+        num_answered=counts.answered,
+        num_failed=counts.failed,
+        num_prompt_tokens=counts.num_prompt_tokens,
+        num_completion_tokens=counts.num_completion_tokens,
+    )
 
 
 def _error(code: str, message: str) -> Row:
