@@ -386,10 +386,11 @@ class Job:
 
     def _answer(self, work: Work) -> None:
         finish: Any = list if self.cluster else partial(make_rows, responder=self.arguments.responder())
-        writer = self.writer = Writer(PartWriter(self.folder, self.parquet), finish, self.ordered, work.early)
+        writer = Writer(PartWriter(self.folder, self.parquet), finish, self.ordered, work.early)
         before = self.counts
         num_done = before.answered + before.failed + len(work.early)
         progress = Progress(work.num_lines, num_done, before.failed, self.use_tqdm, self.arguments.max_len)
+        self.writer = writer
         try:
             if self.cluster is None:
                 self._answer_here(work, writer, progress)

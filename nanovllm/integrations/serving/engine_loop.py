@@ -167,9 +167,9 @@ class EngineLoop:
                 request_id = self._llm.add_request(token_ids, params, streams=True)
                 submission.request_ids.append(request_id)
                 self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.params.n
+                num_prompt_tokens += len(token_ids)
                 num_samples = submission.num_choices // len(submission.prompts)
                 self.background.expect(request_id, len(token_ids), num_samples)
-                num_prompt_tokens += len(token_ids)
                 if submission.chat_options is not None:
                     submission.opens_reasoning = self.answers.opens_reasoning(token_ids)
         except (TypeError, ValueError, ImportError) as error:

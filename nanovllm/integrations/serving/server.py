@@ -4,8 +4,8 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator, Iterable
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
 from typing import Any
@@ -22,7 +22,7 @@ from nanovllm import LLM
 from nanovllm.integrations.serving.access_log import AccessLog, show_access_log
 from nanovllm.integrations.serving.batches.routes import BatchRoutes
 from nanovllm.integrations.serving.batches.runner import BatchRunner
-from nanovllm.integrations.serving.batches.store import BatchStore
+from nanovllm.integrations.serving.batches.store import open_store
 from nanovllm.integrations.serving.calls import Call, FailedAnswer, error_body
 from nanovllm.integrations.serving.engine_loop import EngineDied, EngineLoop, ServerEnds
 from nanovllm.integrations.serving.guard import Guard
@@ -196,7 +196,7 @@ class Server(uvicorn.Server):
         engine: EngineLoop,
         responder: Responder,
         api_key: str | None,
-        allowed_hosts: Iterable[str] = (),
+        allowed_hosts: list[str] | tuple[str, ...] = (),
         batches: BatchRunner | None = None,
         **splits: bool,
     ):
@@ -222,7 +222,7 @@ def serve(
     split_reasoning: bool = False,
     split_tool_calls: bool = False,
     access_log: bool = False,
-    allowed_hosts: Iterable[str] = (),
+    allowed_hosts: list[str] | tuple[str, ...] = (),
     batches: str | None = None,
     batch_file_max_mib: int = 200,
     batches_max_gib: float = 20,
@@ -255,13 +255,12 @@ def serve(
     if api_key is None and not _is_loopback(host):
         logger.warning("host=%s: whoever reaches this machine may use the model; consider --api-key", host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with ExitStack() as stack:
-        # Before the model is loaded, so that an address or a folder that is taken costs no minute.
-        listener = stack.enter_context(socket.create_server((host, port), family=family, backlog=2048))
-        store = None if batches is None else BatchStore(batches, batch_file_max_mib << 20, int(batches_max_gib * 2**30))
-        if store is not None:
-            stack.enter_context(store)
-        llm = stack.enter_context(LLM(model, **options))
+    # Before the model is loaded, so that an address or a folder that is taken costs no minute.
+    with (
+        socket.create_server((host, port), family=family, backlog=2048) as listener,
+        open_store(batches, batch_file_max_mib << 20, int(batches_max_gib * 2**30)) as store,
+        LLM(model, **options) as llm,
+    ):
         engine = EngineLoop(llm, chat_template)
         responder = Responder(served_model_name or model, llm.get_tokenizer)
         runner = None

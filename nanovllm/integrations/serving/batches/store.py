@@ -19,7 +19,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from typing_extensions import Self
@@ -208,6 +208,11 @@ class BatchStore:
         """Its answers are in files."""
         with suppress(FileNotFoundError):
             shutil.rmtree(self.job_folder(batch_id))
+
+
+def open_store(path: str | None, max_file_bytes: int, max_bytes: int) -> AbstractContextManager[BatchStore | None]:
+    """A store, as BatchStore's arguments say; None without a path."""
+    return nullcontext() if path is None else BatchStore(path, max_file_bytes, max_bytes)
 
 
 class Upload:
