@@ -7,7 +7,7 @@ import time
 from contextlib import contextmanager
 
 MODEL = "tiny"
-SECONDS = 25  # that any wait may take
+SECONDS = 60  # that any wait may take
 
 
 def request(i, url="/v1/completions", **body):

@@ -47,7 +47,10 @@ def shared_llm(path):
 
 @pytest.fixture(autouse=True)
 def quick_reader(monkeypatch):
+    from nanovllm.integrations.serving.batches import runner
+
     monkeypatch.setattr(work, "ReadAhead", ReadHere)
+    monkeypatch.setattr(runner, "RETRY_SECONDS", 600)  # so that no second attempt hides an error
 
 
 @pytest.fixture(scope="module")
