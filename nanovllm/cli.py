@@ -278,7 +278,8 @@ def _add_serve(commands: Any) -> None:
         "serve",
         help="serve a model on this machine by OpenAI's API",
         description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and /health "
-        "and /metrics. Needs the extra serve. Ends with Ctrl-C. docs/integrations.md says more.",
+        "and /metrics; with --batches also /v1/files and /v1/batches. Needs the extra serve. Ends with Ctrl-C. "
+        "docs/integrations.md says more.",
     )
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--host", help="the address to listen on (default: 127.0.0.1, this machine alone)")
@@ -294,11 +295,32 @@ def _add_serve(commands: Any) -> None:
     calls_help = "give calls of a request's tools as tool_calls, apart from the content"
     parser.add_argument("--split-tool-calls", action="store_true", help=calls_help)
     parser.add_argument("--access-log", action="store_true", help="write a line about each request to standard error")
+    hosts_help = "names by which clients without a key may call the server, beside addresses and localhost"
+    parser.add_argument("--allowed-hosts", nargs="+", action="extend", metavar="NAME", help=hosts_help)
+    batches = parser.add_argument_group("batches: /v1/files and /v1/batches (docs/batches.md)")
+    batches.add_argument("--batches", metavar="FOLDER", help="serve batches, and keep them and their files here")
+    size_help = "MiB of one file that is uploaded (default: 200)"
+    batches.add_argument("--batch-file-max-mib", type=_size(int), metavar="MIB", help=size_help)
+    sizes_help = "GiB of the folder, beyond which no file is uploaded and no batch begins (default: 20)"
+    batches.add_argument("--batches-max-gib", type=_size(float), metavar="GIB", help=sizes_help)
     add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, ENGINE)
-    parser.set_defaults(run=_serve, interrupted="the server has ended")
+    parser.set_defaults(run=_serve, interrupted="the server has ended", parser=parser)
+
+
+def _size(kind: Any) -> Any:
+    def read(text: str) -> Any:
+        with suppress(ValueError):
+            if 0 < kind(text) < 2**20:
+                return kind(text)
+        raise argparse.ArgumentTypeError(f"{text!r} is no size: a positive number")
+
+    return read
 
 
 def _serve(options: argparse.Namespace) -> int:
+    for name in ("batch_file_max_mib", "batches_max_gib"):
+        if getattr(options, name) is not None and options.batches is None:
+            options.parser.error(f"argument --{name.replace('_', '-')}: needs --batches")
     try:
         with QuickExit("nanovllm serve: interrupted, the server has ended", with_sigterm=True):
             from nanovllm.integrations.serving.server import serve

@@ -41,6 +41,7 @@ from nanovllm.utils.threads import available_cores
 _MAX_AHEAD = 16_384
 _PAUSE_SECONDS = 0.01
 _MAX_REPLICAS = 2**31 - 1
+_NOTHING = Counts()
 # What goes wrong with a disk, and not because of a call.
 _OF_DISK = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.ENOLCK}
 
@@ -155,7 +156,7 @@ def run_batch(
         check_one_engine(arguments.engine_options)
     inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
-    job = _Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
+    job = Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
     try:
         with folder, sigterm_as_interrupt():
             return job.run(overwrite, retry_errors)
@@ -177,7 +178,7 @@ def _find_inputs(patterns: Any, folder: JobFolder) -> list[str]:
 
 
 @dataclass
-class _Job:
+class Job:
     """One call of run_batch, which holds the folder's lock."""
 
     folder: JobFolder
@@ -192,6 +193,8 @@ class _Job:
     is_continued: bool = False  # An earlier call has begun it.
     num_generated: int = 0  # tokens, by this call
     has_begun: bool = False  # A call without overwrite and retry_errors would go on with it.
+    counts: Counts = _NOTHING  # of the folder's rows when lines began, or have ended
+    writer: Writer | None = None  # while lines are answered
 
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
         found = self._begin(overwrite)
@@ -202,7 +205,7 @@ class _Job:
         corrections = Corrections(self.folder, self.inputs.id_column)
         is_done, self.counts = self._read_answers(found)
         if self.is_continued and (retry_errors or not is_done.all()):
-            self._check_lines(all_may_fail=True)
+            self.check_lines(all_may_fail=True)
         if retry_errors is True:
             self.folder.forget_errors()
         elif retry_errors is not False:
@@ -276,13 +279,12 @@ class _Job:
         is_elsewhere = self.cluster is not None
         if before is None:
             self.arguments.check_engine(is_elsewhere)
-        with line_bar("Checking", self.use_tqdm) as bar:
-            found = scan(self.inputs, bar.update)
+        found = self.scan()
         self.arguments.tell_parameters(found.columns)
         if before is None and found.columns and found.first_openai is None:
             self.arguments.line_format.check_columns(found.columns)
         if before is None:
-            self._check_lines(all_may_fail=False)
+            self.check_lines(all_may_fail=False)
         self.is_continued = before is not None
         if self.format == "parquet":
             if found.first_openai is not None:
@@ -304,7 +306,13 @@ class _Job:
         self.folder.write_manifest(self.manifest)
         return found
 
-    def _check_lines(self, all_may_fail: bool) -> None:
+    def scan(self) -> Scan:
+        """Look through the input. Raises ValueError."""
+        with line_bar("Checking", self.use_tqdm) as bar:
+            return scan(self.inputs, bar.update)
+
+    def check_lines(self, all_may_fail: bool) -> None:
+        """Raises ValueError or ImportError for what no line could have, or if no line can be answered."""
         checker = self.arguments.checker(is_elsewhere=self.cluster is not None)
         if checker is not None:
             check_first_lines(self.arguments, self.inputs, checker, all_may_fail)
@@ -382,6 +390,7 @@ class _Job:
         before = self.counts
         num_done = before.answered + before.failed + len(work.early)
         progress = Progress(work.num_lines, num_done, before.failed, self.use_tqdm, self.arguments.max_len)
+        self.writer = writer
         try:
             if self.cluster is None:
                 self._answer_here(work, writer, progress)
@@ -389,9 +398,16 @@ class _Job:
                 self._answer_on_ray(self.cluster, work, writer, progress)
         finally:
             self.num_generated = progress.num_generated
+            self.writer = None
             self.counts = Counts(*map(sum, zip(before, writer.counts, strict=True)))
             if writer.error is not None:
                 raise self.stopped(writer.error) from writer.error
+
+    @property
+    def counts_so_far(self) -> Counts:
+        """Of what is in the folder. Any thread may ask."""
+        writer, before = self.writer, self.counts
+        return before if writer is None else Counts(*map(sum, zip(before, writer.counts, strict=True)))
 
     def _answer_on_ray(self, cluster: Cluster, work: Work, writer: Writer, progress: Progress) -> None:
         from nanovllm.jobs.ray_job import EngineDied, RayEngines

@@ -506,8 +506,9 @@ def test_health(running, monkeypatch):
 
 
 def get(running, url: str):
-    """(status, type, text), without a key."""
-    with urllib.request.urlopen(running.url.removesuffix("/v1") + url, timeout=60) as answer:
+    """(status, type, text)."""
+    request = urllib.request.Request(running.url.removesuffix("/v1") + url, headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return answer.status, answer.headers["Content-Type"], answer.read().decode()
 
 

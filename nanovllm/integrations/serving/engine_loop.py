@@ -9,10 +9,12 @@ from functools import partial
 from typing import Any
 
 from nanovllm import LLM, EngineStats, SamplingParams, StreamDelta
+from nanovllm.integrations.serving.background import Background
 from nanovllm.openai_format.request_names import ChatOptions
 
 logger = logging.getLogger(__name__)
 
+_WAKE = object()
 REQUESTS_AT_ONCE = 32  # read between two steps: enough to fill a batch, but too few to delay a step by tokenizing them
 
 
@@ -52,6 +54,7 @@ class EngineLoop:
     Attributes:
         error: what ended the engine; None while it works.
         answers: how the model's answers to chats are written.
+        background: for requests that go behind those of the event loop.
     """
 
     def __init__(self, llm: LLM, chat_template: str | None = None):
@@ -61,8 +64,10 @@ class EngineLoop:
         self._llm = llm
         self.answers = llm.answer_format(chat_template)
         self._encoder, self._chat_template = llm.prompt_encoder, chat_template
-        # New submissions and cancelled ones; None at the end.
-        self._inbox: queue.SimpleQueue[Submission | None] = queue.SimpleQueue()
+        # New submissions and cancelled ones; _WAKE if there is something to do in the background; None at the end.
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.background = Background(llm, self._wake)
+        self._is_woken = False
         self._submissions: dict[int, tuple[Submission, int]] = {}  # request id -> its submission, index of the prompt
         self._num_left: dict[int, int] = {}  # request id -> samples that have not ended
         self._open: set[Submission] = set()  # not cancelled yet; of the event loop
@@ -118,6 +123,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._read_inbox():
+                self.background.begin(bool(self._submissions), self._inbox.qsize() > self._is_woken)
                 if not self._llm.is_finished():
                     self._deliver(self._llm.step_deltas())
             self._llm.abort_request()
@@ -125,21 +131,31 @@ class EngineLoop:
             logger.error("the engine died", exc_info=error)
             self.error = error
             self._call(partial(self._die, error))
+        finally:
+            self.background.end(ServerEnds("the server ends"))
 
     def _read_inbox(self) -> bool:
         """Do what the event loop asks for, and wait for it if there is nothing else to do. Returns False at the end."""
         for _ in range(REQUESTS_AT_ONCE):
             try:
-                submission = self._inbox.get(block=self._llm.is_finished())
+                submission = self._inbox.get(block=self._llm.is_finished() and not self.background.has_waiting)
             except queue.Empty:
                 break
             if submission is None:
                 return False
-            if submission.is_cancelled:
+            if submission is _WAKE:
+                self._is_woken = False
+            elif submission.is_cancelled:
                 self._abort(submission)
             else:
                 self._add(submission)
         return True
+
+    def _wake(self) -> None:
+        """Called by any thread."""
+        if not self._is_woken:
+            self._is_woken = True
+            self._inbox.put(_WAKE)
 
     def _add(self, submission: Submission) -> None:
         num_prompt_tokens, params = 0, submission.params
@@ -152,6 +168,8 @@ class EngineLoop:
                 submission.request_ids.append(request_id)
                 self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.params.n
                 num_prompt_tokens += len(token_ids)
+                num_samples = submission.num_choices // len(submission.prompts)
+                self.background.expect(request_id, len(token_ids), num_samples)
                 if submission.chat_options is not None:
                     submission.opens_reasoning = self.answers.opens_reasoning(token_ids)
         except (TypeError, ValueError, ImportError) as error:
@@ -176,13 +194,16 @@ class EngineLoop:
             if self._submissions.pop(request_id, None) is not None:
                 self._llm.abort_request(request_id)
                 del self._num_left[request_id]
+                self.background.forget(request_id)
 
     def _deliver(self, deltas: list[StreamDelta]) -> None:
         events = []
         for delta in deltas:
             request_id = delta["request_id"]
             if request_id not in self._submissions:
+                self.background.deliver(delta)
                 continue
+            self.background.count(delta)
             submission, index = self._submissions[request_id]
             events.append((submission, (index * submission.params.n + delta["sample"], delta)))
             if delta["finish_reason"] is not None:

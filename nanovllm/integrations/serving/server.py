@@ -1,7 +1,6 @@
 """The server: routes, keys, errors, and the life of the process."""
 
 import asyncio
-import hmac
 import logging
 import os
 import socket
@@ -21,8 +20,12 @@ from starlette.routing import Route
 
 from nanovllm import LLM
 from nanovllm.integrations.serving.access_log import AccessLog, show_access_log
+from nanovllm.integrations.serving.batches.routes import BatchRoutes
+from nanovllm.integrations.serving.batches.runner import BatchRunner
+from nanovllm.integrations.serving.batches.store import open_store
 from nanovllm.integrations.serving.calls import Call, FailedAnswer, error_body
 from nanovllm.integrations.serving.engine_loop import EngineDied, EngineLoop, ServerEnds
+from nanovllm.integrations.serving.guard import Guard
 from nanovllm.integrations.serving.metrics import CONTENT_TYPE, Metrics
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder
 from nanovllm.utils.text_json import as_json, parse_json
@@ -31,16 +34,15 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 2**24
 SECONDS_TO_END = 1  # that the calls under way have when the server ends
-_TYPES = {401: "authentication_error", 500: "server_error", 503: "server_error"}
+_TYPES = {500: "server_error", 503: "server_error"}
 
 
 class Api:
     """The routes of OpenAI's API over one engine."""
 
-    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, **splits: bool):
-        """splits: splits_reasoning and splits_tool_calls, as Call's."""
-        self._engine, self._responder, self._splits = engine, responder, splits
-        self._key = None if api_key is None else api_key.encode()
+    def __init__(self, engine: EngineLoop, responder: Responder, batches: BatchRunner | None = None, **splits: bool):
+        """batches: None for no routes of batches. splits: splits_reasoning and splits_tool_calls, as Call's."""
+        self._engine, self._responder, self._batches, self._splits = engine, responder, batches, splits
         self._metrics = Metrics(responder.model)
 
     def app(self) -> Starlette:
@@ -51,6 +53,7 @@ class Api:
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
             Route("/metrics", self._show_metrics),
+            *([] if self._batches is None else BatchRoutes(self._batches, _read_body).routes()),
         ]
         handlers: Any = {HTTPException: _http_error, ServerEnds: _server_error, FailedAnswer: _server_error}
         return Starlette(routes=routes, exception_handlers=handlers, lifespan=self._lifespan)
@@ -58,19 +61,16 @@ class Api:
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
         self._engine.start()
+        if self._batches is not None:
+            self._batches.start()
         try:
             yield
         finally:
+            if self._batches is not None:
+                await asyncio.to_thread(self._batches.stop)
             await asyncio.to_thread(self._engine.stop)
 
-    def _check_key(self, request: Request) -> None:
-        if self._key is None:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(key.strip().encode(), self._key):
-            raise HTTPException(401, "wrong API key: send the one of --api-key as 'Authorization: Bearer KEY'")
-
-    # -- for those who watch the server: no key, because they get nothing of what is asked and answered ----------------
+    # -- for those who watch the server ------------------------------------------------------------------------------
 
     async def _health(self, request: Request) -> Response:
         return Response(status_code=200 if self._engine.is_serving else 503)
@@ -81,11 +81,9 @@ class Api:
     # -- models ------------------------------------------------------------------------------------------------------
 
     async def _models(self, request: Request) -> Response:
-        self._check_key(request)
         return _Json({"object": "list", "data": [self._describe()]})
 
     async def _model(self, request: Request) -> Response:
-        self._check_key(request)
         self._check_model(request.path_params["name"])
         return _Json(self._describe())
 
@@ -99,7 +97,6 @@ class Api:
     # -- completions -------------------------------------------------------------------------------------------------
 
     async def _complete(self, kind: Kind, request: Request) -> Response:
-        self._check_key(request)
         body = await _read_body(request)
         self._check_model(body.get("model"))
         try:
@@ -178,7 +175,7 @@ async def _wait_for_disconnect(request: Request) -> None:
 
 async def _http_error(request: Request, error: HTTPException) -> Response:
     kind = _TYPES.get(error.status_code, "invalid_request_error")
-    codes = {401: "invalid_api_key", 404: "not_found"}
+    codes = {404: "not_found"}
     body = error_body(error.detail, kind, codes.get(error.status_code))
     return _Json(body, error.status_code, headers=error.headers)
 
@@ -194,9 +191,17 @@ async def _server_error(request: Request, error: Exception) -> Response:
 class Server(uvicorn.Server):
     """uvicorn with an Api. At its end it ends the calls under way, which could take minutes."""
 
-    def __init__(self, engine: EngineLoop, responder: Responder, api_key: str | None, **splits: bool):
-        """splits: as Api's."""
-        app: Any = AccessLog(Api(engine, responder, api_key, **splits).app())
+    def __init__(
+        self,
+        engine: EngineLoop,
+        responder: Responder,
+        api_key: str | None,
+        allowed_hosts: list[str] | tuple[str, ...] = (),
+        batches: BatchRunner | None = None,
+        **splits: bool,
+    ):
+        """api_key, allowed_hosts: as Guard's. batches, splits: as Api's."""
+        app: Any = AccessLog(Guard(Api(engine, responder, batches, **splits).app(), api_key, allowed_hosts))
         options: Any = {"log_level": "warning", "access_log": False, "lifespan": "on"}
         super().__init__(uvicorn.Config(app, timeout_graceful_shutdown=SECONDS_TO_END, **options))
         self._engine = engine
@@ -217,6 +222,10 @@ def serve(
     split_reasoning: bool = False,
     split_tool_calls: bool = False,
     access_log: bool = False,
+    allowed_hosts: list[str] | tuple[str, ...] = (),
+    batches: str | None = None,
+    batch_file_max_mib: int = 200,
+    batches_max_gib: float = 20,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C, which raises KeyboardInterrupt.
@@ -230,6 +239,10 @@ def serve(
         split_reasoning: whether chats' answers have what the model thinks apart from their content.
         split_tool_calls: whether answers of chats with tools have the calls apart from their content.
         access_log: whether each request is a line on standard error.
+        allowed_hosts: names by which clients without a key may call the server, beside addresses and localhost.
+        batches: the folder of files and batches; None serves none. Batches that are under way there go on.
+        batch_file_max_mib: MiB of one file that is uploaded.
+        batches_max_gib: GiB of the folder, beyond which no file is uploaded and no batch begins.
         options: LLM's.
 
     Raises:
@@ -242,13 +255,21 @@ def serve(
     if api_key is None and not _is_loopback(host):
         logger.warning("host=%s: whoever reaches this machine may use the model; consider --api-key", host)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Before the model is loaded, so that an address that is taken costs no minute.
-    with socket.create_server((host, port), family=family, backlog=2048) as listener, LLM(model, **options) as llm:
+    # Before the model is loaded, so that an address or a folder that is taken costs no minute.
+    with (
+        socket.create_server((host, port), family=family, backlog=2048) as listener,
+        open_store(batches, batch_file_max_mib << 20, int(batches_max_gib * 2**30)) as store,
+        LLM(model, **options) as llm,
+    ):
         engine = EngineLoop(llm, chat_template)
         responder = Responder(served_model_name or model, llm.get_tokenizer)
-        server = Server(
-            engine, responder, api_key, splits_reasoning=split_reasoning, splits_tool_calls=split_tool_calls
-        )
+        runner = None
+        if store is not None:
+            of_lines: Any = {"split_reasoning": split_reasoning, "split_tool_calls": split_tool_calls}
+            of_lines["chat_template"] = chat_template
+            runner = BatchRunner(store, llm, engine.background, responder.model, **of_lines)
+        splits = {"splits_reasoning": split_reasoning, "splits_tool_calls": split_tool_calls}
+        server = Server(engine, responder, api_key, [host, *allowed_hosts], runner, **splits)
         shown = f"[{host}]" if family == socket.AF_INET6 else host
         print(f"Serving {responder.model} on http://{shown}:{listener.getsockname()[1]}/v1", flush=True)
         server.run(sockets=[listener])

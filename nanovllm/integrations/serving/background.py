@@ -1,0 +1,252 @@
+"""Requests that go behind the live ones: the lines of batches, in the same engine and the same steps.
+
+A line begins only where no live request has to wait for it:
+
+- No sequence waits, and no live request has come.
+- An eighth of max_num_seqs and of the KV cache's blocks stays free for live requests.
+- Between two steps, lines begin whose prompts one step can compute. So a live request waits for one such step at most.
+
+Lines grow while they are answered. If a live request finds no room, lines are put back, the newest first, and are
+answered from their beginning when there is room again.
+"""
+
+import queue
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from nanovllm import LLM, SamplingParams, StreamDelta
+
+_FREE_SHARE = 8  # One part in so many stays free for live requests.
+_POLL_SECONDS = 0.1
+
+Output = dict[str, Any]
+
+
+class _Line:
+    """A prompt, and what has come of it."""
+
+    def __init__(self, run: "_Run", index: int, token_ids: list[int], params: SamplingParams):
+        self.run, self.index, self.token_ids, self.params = run, index, token_ids, params
+        self.begin()
+
+    def begin(self) -> None:
+        """Forget an answer that was put back."""
+        self.num_left = self.params.n
+        self.samples: list[Output] = [
+            {"text": "", "token_ids": [], "logprobs": None if self.params.logprobs is None else [], "stop_reason": None}
+            for _ in range(self.params.n)
+        ]
+
+    def add(self, delta: StreamDelta) -> None:
+        sample = self.samples[delta["sample"]]
+        sample["text"] += delta["text"] or ""
+        sample["token_ids"] += delta["token_ids"]
+        if sample["logprobs"] is not None:
+            sample["logprobs"] += delta["logprobs"] or []
+        if delta["finish_reason"] is not None:
+            self.num_left -= 1
+            sample |= {name: delta[name] for name in ("finish_reason", "stop_reason")}  # type: ignore[literal-required]
+            if "error" in delta:
+                sample["error"] = delta["error"]
+
+    def output(self) -> Output:
+        """As a RequestOutput, or an ErrorOutput."""
+        for sample in self.samples:
+            if "error" in sample:
+                return _error(sample["error"])
+        output = self.samples[0] | {"num_prompt_tokens": len(self.token_ids), "prompt_logprobs": None}
+        return output | ({"samples": self.samples} if self.params.n > 1 else {})
+
+    def num_blocks(self, block_size: int) -> int:
+        """Of the KV cache, at most, for its tokens so far."""
+        num_tokens = len(self.token_ids)
+        return sum(-(-(num_tokens + len(sample["token_ids"]) + 1) // block_size) for sample in self.samples)
+
+
+def _error(text: str) -> Output:
+    """As an ErrorOutput, as far as jobs read it."""
+    return {"error": text, "token_ids": []}
+
+
+class _Run:
+    """One call of `answer`: what waits, and what is done."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[_Line] = deque()
+        self.done: queue.SimpleQueue[tuple[int, Output]] = queue.SimpleQueue()
+        self.is_over = False
+
+
+class Background:
+    """Lines on their way through an engine that also serves live requests. One batch at a time.
+
+    A thread of the batch calls `answer`. The engine's thread, which alone calls the engine, calls the others.
+    """
+
+    def __init__(self, llm: LLM, wake: Callable[[], None]):
+        """wake: called when there is a line and the engine's thread may be asleep."""
+        self._llm, self._wake = llm, wake
+        self._run: _Run | None = None
+        self._under_way: dict[int, _Line] = {}  # by request id, the oldest first
+        # Live requests that wait: the tokens of their prompts, their samples, and which of these have begun.
+        self._live: dict[int, tuple[int, int, set[int]]] = {}
+        self._has_stale = False  # lines of a batch that has ended
+        self._end: Exception | None = None
+
+    # -- for the batch -------------------------------------------------------------------------------------------------
+
+    def answer(
+        self, pairs: Iterable[tuple[list[int], SamplingParams]], check: Callable[[], None]
+    ) -> Iterator[tuple[int, Output]]:
+        """(index, RequestOutput or ErrorOutput) of prompts in token ids, as they finish. Prompts are taken a few at
+        a time.
+
+        check: called several times a second; an exception that it raises ends this iterator, and drops the lines.
+
+        Raises what has ended the engine.
+        """
+        run = self._run = _Run()
+        remaining, index, num_under_way, has_more = iter(pairs), 0, 0, True
+        try:
+            while True:
+                while has_more and num_under_way < 2 * self._llm.config.max_num_seqs:
+                    check()
+                    if (pair := next(remaining, None)) is None:
+                        has_more = False
+                        break
+                    run.waiting.append(_Line(run, index, *pair))
+                    self._wake()
+                    index, num_under_way = index + 1, num_under_way + 1
+                    while not run.done.empty():
+                        num_under_way -= 1
+                        yield run.done.get()
+                if not num_under_way:
+                    return
+                check()
+                if self._end is not None:
+                    raise self._end
+                try:
+                    done = run.done.get(timeout=_POLL_SECONDS)
+                except queue.Empty:
+                    continue
+                num_under_way -= 1
+                yield done
+        finally:
+            run.is_over = True
+            self._has_stale = True
+            self._wake()
+
+    # -- for the engine's thread ---------------------------------------------------------------------------------------
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether no step is computed any more. Any thread may ask."""
+        return self._end is not None
+
+    @property
+    def has_waiting(self) -> bool:
+        """Whether a line can begin, or can be dropped."""
+        run = self._run
+        return self._has_stale or (run is not None and not run.is_over and bool(run.waiting))
+
+    def expect(self, request_id: int, num_prompt_tokens: int, num_samples: int) -> None:
+        """A live request has been added."""
+        self._live[request_id] = num_prompt_tokens, num_samples, set()
+
+    def count(self, delta: StreamDelta) -> None:
+        """A sample of a live request has got tokens, or has ended."""
+        request_id = delta["request_id"]
+        if request_id not in self._live:
+            return
+        _, num_samples, begun = self._live[request_id]
+        begun.add(delta["sample"])
+        if len(begun) == num_samples:
+            del self._live[request_id]
+
+    def forget(self, request_id: int) -> None:
+        """A live request has been aborted."""
+        self._live.pop(request_id, None)
+
+    def begin(self, has_live: bool, live_requests_come: bool) -> None:
+        """Before a step: begin lines, or put some back.
+
+        Args:
+            has_live: live requests are under way.
+            live_requests_come: some have not been added yet.
+        """
+        if self._has_stale:
+            self._has_stale = False
+            self._drop_stale()
+        run = self._run
+        if run is None or run.is_over:
+            return
+        if not self._llm.stats()["waiting"] and not self._live and not live_requests_come:
+            self._add_lines(run)
+        elif has_live:
+            self._make_room(run)
+
+    def _drop_stale(self) -> None:
+        for request_id, line in [*self._under_way.items()]:
+            if line.run.is_over:
+                self._llm.abort_request(request_id)
+                del self._under_way[request_id]
+
+    def _add_lines(self, run: _Run) -> None:
+        config, stats = self._llm.config, self._llm.stats()
+        num_seqs = max(config.max_num_seqs - max(config.max_num_seqs // _FREE_SHARE, 1), 1) - stats["running"]
+        num_blocks = stats["kv_blocks_free"] - stats["kv_blocks_total"] // _FREE_SHARE
+        num_tokens = most_tokens = config.max_num_batched_tokens
+        while run.waiting:
+            line = run.waiting[0]
+            num_seqs -= line.params.n
+            num_blocks -= line.num_blocks(config.kvcache_block_size)
+            # A prompt that is longer than a step begins alone.
+            is_too_long = num_tokens < len(line.token_ids) and num_tokens < most_tokens
+            if (num_seqs < 0 or num_blocks < 0 or is_too_long) and not self._llm.is_finished():
+                return
+            num_tokens -= len(line.token_ids)
+            self._add(run.waiting.popleft())
+
+    def _add(self, line: _Line) -> None:
+        line.begin()
+        try:
+            if line.params.prompt_logprobs is not None:
+                raise ValueError("prompt_logprobs: is not served; use LLM.generate, LLM.score or run-batch")
+            self._under_way[self._llm.add_request(line.token_ids, line.params)] = line
+        except (TypeError, ValueError, ImportError) as error:
+            line.run.done.put((line.index, _error(str(error))))
+
+    def _make_room(self, run: _Run) -> None:
+        """Put lines back if live requests find no room beside them."""
+        config, stats = self._llm.config, self._llm.stats()
+        if not stats["waiting"]:
+            return
+        block_size = config.kvcache_block_size
+        num_seqs, num_blocks = 0, stats["kv_blocks_total"] // _FREE_SHARE
+        for num_tokens, num_samples, begun in self._live.values():
+            num_seqs += num_samples - len(begun)
+            num_blocks += (num_samples - len(begun)) * -(-num_tokens // block_size)
+        num_seqs -= config.max_num_seqs - stats["running"]
+        num_blocks -= stats["kv_blocks_free"]
+        while self._under_way and (num_seqs > 0 or num_blocks > 0):
+            request_id, line = self._under_way.popitem()
+            num_seqs -= line.num_left
+            num_blocks -= line.num_blocks(block_size)
+            self._llm.abort_request(request_id)
+            run.waiting.appendleft(line)
+
+    def deliver(self, delta: StreamDelta) -> None:
+        """What a step added to a request that is not a live one."""
+        line = self._under_way.get(delta["request_id"])
+        if line is None:
+            return  # It was put back, or its batch has ended.
+        line.add(delta)
+        if not line.num_left:
+            del self._under_way[delta["request_id"]]
+            line.run.done.put((line.index, line.output()))
+
+    def end(self, error: Exception) -> None:
+        """No step is computed any more."""
+        self._end = error
+        self._under_way.clear()
