@@ -169,7 +169,7 @@ GPT_OSS = {
     "num_local_experts": choose(4, 5, 16),
     "num_experts_per_tok": choose(2, 1, 4),
     "intermediate_size": choose(64, 36),
-    "swiglu_limit": choose(0.5, 7.0),
+    "swiglu_limit": choose(0.5 if has_transformers("5.20") else 7.0, 7.0),  # Earlier releases have 7 in the code.
     "rope_scaling": choose(YARN | {"truncate": False}, YARN | {"factor": 32.0, "truncate": False}, None),
 }
 GEMMA3 = {
