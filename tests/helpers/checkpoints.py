@@ -155,6 +155,19 @@ def make_tokenizer(
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(directory)
 
 
+def make_usual(directory: str | Path, tags: Iterable[str]) -> None:
+    """Make these special tokens of a tokenizer usual ones, which texts have, as Qwen's tags are."""
+    file, of_transformers_4 = Path(directory, "tokenizer.json"), Path(directory, "tokenizer_config.json")
+    added = json.loads(file.read_text())["added_tokens"]
+    edit_json(
+        file, added_tokens=[token | {"special": token["special"] and token["content"] not in tags} for token in added]
+    )
+    settings = json.loads(of_transformers_4.read_text()).get("added_tokens_decoder")
+    for token in (settings or {}).values():
+        token["special"] = token["special"] and token["content"] not in tags
+    edit_json(of_transformers_4, added_tokens_decoder=settings)
+
+
 def edit_json(file: str | Path, **changes) -> None:
     """Set fields of a JSON object in a file, which is made where there is none; None removes a field."""
     file = Path(file)
