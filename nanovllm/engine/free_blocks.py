@@ -41,6 +41,9 @@ class FreeBlocks(deque):
     def __len__(self) -> int:
         return self._length
 
+    def __bool__(self) -> bool:  # Python 3.10's deque has its own, which counts the gone ids too
+        return self._length > 0
+
     def __iter__(self) -> Iterator[int]:
         num_gone = self._num_gone.copy()
         for block_id in super().__iter__():

@@ -49,6 +49,7 @@ _POSITIVE_NUMBERS = (
     *("final_logit_softcapping", "query_pre_attn_scalar", "rope_local_base_freq"),
     *(*_FACTORS, *_ACTIVATION),
 )
+_KINDS = ("full_attention", "sliding_attention", "linear_attention")  # of layers, in layer_types
 _LAYERS = ("max_window_layers", "mlp_only_layers", "no_rope_layers")
 _QUANTIZATIONS = ("quantization_config", "compression_config")
 _CHUNKS = "dual_chunk_attention_config"
@@ -358,6 +359,9 @@ def _check_values(fields: Fields, where: str) -> None:
         elif name == "mlp_only_layers":
             are_layers = isinstance(value, list) and all(is_int(layer, 0) for layer in value)
             require(field, value, are_layers, "a list of layers, counted from 0")
+        elif name == "layer_types":
+            are_kinds = isinstance(value, list) and all(kind in _KINDS for kind in value)
+            require(field, value, are_kinds, f"a list of {', '.join(_KINDS)}")
         elif name == "per_layer_config" and value and fields.get("model_type") not in _OF_LAYERS:
             raise ValueError(
                 f"{field}={quoted(value)}: is not supported: all layers must have the same sizes and switches"

@@ -9,7 +9,7 @@ import huggingface_hub
 import pytest
 import torch
 from checkpoints import edit_json
-from configs import NEW_STYLE, OLD_STYLE, TUNED, dummy, needs_transformers_5
+from configs import NEW_STYLE, OLD_STYLE, TUNED, dummy
 from gpus import HOPPER, pretend_gpu
 from huggingface_hub.utils import filter_repo_objects
 
@@ -272,7 +272,8 @@ QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "head_dim
         ({"dual_chunk_attention_config": "x"}, "dual_chunk_attention_config='x': must be an object with a chunk_size"),
         ({"dual_chunk_attention_config": {"chunk_size": 8, "local_size": 8}}, "dual_chunk_attention_config=.*smaller"),
         ({"dual_chunk_attention_config": {"chunk_size": 8}}, "dual_chunk_attention_config=.*local_size"),
-        pytest.param({"layer_types": ["a"]}, "cannot be used", marks=needs_transformers_5),
+        ({"layer_types": ["a"]}, r"layer_types=\['a'\]: must be a list of full_attention, sliding_attention, linear"),
+        ({"layer_types": "full_attention"}, "layer_types='full_attention': must be a list of full_attention"),
     ],
     ids=str,
 )

@@ -15,6 +15,14 @@ def test_an_id_that_left_the_middle_is_gone():
     assert not free
 
 
+def test_none_is_left_when_all_have_left_the_middle():
+    free = FreeBlocks(range(2))
+    for block_id in range(2):
+        assert free
+        free.remove(block_id)
+    assert not free
+
+
 def test_an_id_that_comes_back_waits_behind_the_others():
     free = FreeBlocks(range(3))
     for _ in range(2):

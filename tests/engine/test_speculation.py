@@ -1,5 +1,6 @@
 """Speculation: the same text with proposals as without, whatever is proposed and asked for."""
 
+import math
 from array import array
 
 import pytest
@@ -55,6 +56,7 @@ def all_counts(chances: list[list[float]], num_seqs: int, pace: Pace) -> list[in
 @pytest.fixture
 def always(monkeypatch):
     monkeypatch.setattr(speculative_scheduler, "choose_counts", all_counts)
+    monkeypatch.setattr(speculative_scheduler, "_MAX_LOOKING_SHARE", math.inf)  # on a busy machine too
 
 
 def params(ways: list[dict]) -> list[SamplingParams]:
@@ -64,7 +66,16 @@ def params(ways: list[dict]) -> list[SamplingParams]:
 def answers(llm: LLM, ways: list[dict]) -> list[dict]:
     results = llm.generate([[*PROMPT, i] for i in range(len(ways))], params(ways), use_tqdm=False)
     assert_idle(llm)
-    return [{key: value for key, value in result.items() if key != "metrics"} for result in results]
+    return without_metrics(results)
+
+
+def without_metrics(value):
+    """Results without what they say of their time, also of each sample."""
+    if isinstance(value, list):
+        return [without_metrics(each) for each in value]
+    if isinstance(value, dict):
+        return {key: without_metrics(each) for key, each in value.items() if key != "metrics"}
+    return value
 
 
 def samples(results: list[dict]) -> dict[tuple[int, int], list[int]]:
@@ -75,17 +86,18 @@ def samples(results: list[dict]) -> dict[tuple[int, int], list[int]]:
     }
 
 
-def without_rounding(results: list[dict]) -> list:
-    """Log-probabilities of other numbers of rows differ in their last bits."""
+# So far apart may two log-probabilities of this checkpoint be: twice its `Reference.rounding`. Its longest sums have 96
+# products, and its logits a deviation of 1.5.
+ROUNDING = 2 * (4 * 96 * 2**-24 * (12 * 2) ** 0.5 * 1.5)
 
-    def rounded(value):
-        if isinstance(value, dict):
-            return {key: rounded(each) for key, each in value.items() if key != "metrics"}
-        if isinstance(value, list):
-            return [rounded(each) for each in value]
-        return round(value, 4) if isinstance(value, float) else value
 
-    return rounded(results)
+def within_rounding(value):
+    """To compare results with: each log-probability equals those that other numbers of rows give."""
+    if isinstance(value, dict):
+        return {key: within_rounding(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [within_rounding(each) for each in value]
+    return pytest.approx(value, rel=0, abs=ROUNDING) if isinstance(value, float) else value
 
 
 @settings(max_examples=12)
@@ -101,16 +113,17 @@ def test_the_text_is_the_same_with_proposals(plain, speculative, ways, wrong, ov
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scheduler, "proposer", Replay(samples(expected), wrong, VOCAB_SIZE))
         patch.setattr(speculative_scheduler, "choose_counts", all_counts)
+        patch.setattr(speculative_scheduler, "_MAX_LOOKING_SHARE", math.inf)
         found = answers(speculative, ways)
     speculative.config.overlap_steps = True
-    assert without_rounding(found) == without_rounding(expected)
+    assert found == within_rounding(expected)
 
 
 def test_accepted_tokens_save_steps(plain, speculative, always, monkeypatch):
     expected = answers(plain, [{"temperature": 0}])
     before = speculative.stats()
     monkeypatch.setattr(speculative.scheduler, "proposer", Replay(samples(expected), 0.0, VOCAB_SIZE))
-    assert without_rounding(answers(speculative, [{"temperature": 0}])) == without_rounding(expected)
+    assert answers(speculative, [{"temperature": 0}]) == within_rounding(expected)
     after = speculative.stats()
     assert after["generated_tokens"] - before["generated_tokens"] == 24
     assert after["steps"] - before["steps"] < 16
@@ -171,7 +184,7 @@ def test_with_other_options_of_the_engine(path, always, options):
         expected = answers(llm, ways)
     with make_llm(path, speculation="suffix", **options) as llm:
         llm.scheduler.proposer = Replay(samples(expected), 0.2, VOCAB_SIZE)
-        assert without_rounding(answers(llm, ways)) == without_rounding(expected)
+        assert answers(llm, ways) == within_rounding(expected)
         assert llm.stats()["accepted_tokens"] > 20
 
 

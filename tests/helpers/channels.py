@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import torch
-from checkpoints import make_checkpoint, make_tokenizer
+from checkpoints import make_checkpoint, make_tokenizer, make_usual
 
 from nanovllm import LLM
 
@@ -45,13 +45,7 @@ QWEN_CALLS = "\n".join(["ab\n</think>\n\ncd", *_QWEN_CALLS]) + "<|im_end|>"
 def make_qwen_checkpoint(directory: str | Path) -> Path:
     path = make_checkpoint(directory)
     make_tokenizer(path, QWEN, "<|im_end|>", chat_template=_QWEN_TEMPLATE)
-    # They are tokens, but no special ones: texts have them.
-    tokens = dict.fromkeys(QWEN[2:], False)
-    file = path / "tokenizer.json"
-    tokenizer = json.loads(file.read_text())
-    for token in tokenizer["added_tokens"]:
-        token["special"] = tokens.get(token["content"], token["special"])
-    file.write_text(json.dumps(tokenizer))
+    make_usual(path, QWEN[2:])
     return path
 
 

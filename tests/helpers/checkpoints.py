@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
@@ -26,10 +27,30 @@ VOCAB_SIZE = 320
 EOS = "<|im_end|>"
 
 
+def has_transformers(version: str) -> bool:
+    """Whether the installed transformers is this release or a later one."""
+    return Version(transformers.__version__) >= Version(version)
+
+
+def needs_transformers(version: str):
+    """A mark that skips a test where transformers is older than this release."""
+    reason = f"needs transformers {version}, here is {transformers.__version__}"
+    return pytest.mark.skipif(not has_transformers(version), reason=reason)
+
+
 def needs_family(family: str):
     """A mark that skips a test where transformers is older than the family."""
-    reason = f"transformers {transformers.__version__} does not know {family}"
-    return pytest.mark.skipif(family not in CONFIG_MAPPING, reason=reason)
+    return pytest.mark.skipif(family not in CONFIG_MAPPING, reason=_without(family))
+
+
+def skip_unless_known(family: str) -> None:
+    """The same for a test that finds out while it runs."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(_without(family))
+
+
+def _without(family: str) -> str:
+    return f"transformers {transformers.__version__} does not know {family}"
 
 
 def make_checkpoint(
@@ -75,7 +96,7 @@ def make_checkpoint(
         if family == "gemma4_text":
             fields["hidden_size_per_layer_input"] = 0
     # The settings of these differ by the kind of layer, and both releases read the old spelling.
-    elif int(transformers.__version__.split(".")[0]) >= 5 and family not in ("gemma3_text", "olmo3"):
+    elif has_transformers("5") and family not in ("gemma3_text", "olmo3"):
         scaling = rope_scaling or {"rope_type": "default"}
         fields["rope_parameters"] = {"rope_theta": rope_theta, **scaling}
     else:
@@ -132,6 +153,19 @@ def make_tokenizer(
         )
     options = {"eos_token": eos_token, "clean_up_tokenization_spaces": False, **options}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options).save_pretrained(directory)
+
+
+def make_usual(directory: str | Path, tags: Iterable[str]) -> None:
+    """Make these special tokens of a tokenizer usual ones, which texts have, as Qwen's tags are."""
+    file, of_transformers_4 = Path(directory, "tokenizer.json"), Path(directory, "tokenizer_config.json")
+    added = json.loads(file.read_text())["added_tokens"]
+    edit_json(
+        file, added_tokens=[token | {"special": token["special"] and token["content"] not in tags} for token in added]
+    )
+    settings = json.loads(of_transformers_4.read_text()).get("added_tokens_decoder")
+    for token in (settings or {}).values():
+        token["special"] = token["special"] and token["content"] not in tags
+    edit_json(of_transformers_4, added_tokens_decoder=settings)
 
 
 def edit_json(file: str | Path, **changes) -> None:
@@ -244,7 +278,7 @@ class Reference:
                 eos_token_id=None,
                 pad_token_id=0,
                 # The caches of transformers 4.51 change what layers with a window see.
-                use_cache=int(transformers.__version__.split(".")[0]) >= 5,
+                use_cache=has_transformers("5"),
                 output_logits=True,
                 return_dict_in_generate=True,
             )

@@ -1,14 +1,9 @@
 """What a model's config.json says, in both of its styles, and a Config that needs no such file."""
 
-import pytest
-import transformers
-
 from nanovllm.config import Config
 
 # The published shapes that the tables of measured choices have.
 TUNED = ("Qwen3-0.6B", "Qwen3-1.7B", "Qwen3-4B", "Qwen3-8B", "Qwen3-14B", "Qwen3-32B")
-# For what older releases do not look at.
-needs_transformers_5 = pytest.mark.skipif(transformers.__version__.startswith("4."), reason="needs transformers 5")
 
 # A model directory as current transformers writes it, and as transformers 4 did.
 NEW_STYLE = {

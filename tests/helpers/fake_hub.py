@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import urlsplit
 
+import huggingface_hub
+
 SHA = "1" * 40
 
 
@@ -61,6 +63,11 @@ class FakeHub:
             request.wfile.write(body)
 
 
+def new_sessions() -> None:
+    """Before 1.0 a thread's connection keeps whether it is offline."""
+    getattr(huggingface_hub.utils, "reset_sessions", lambda: None)()
+
+
 @contextmanager
 def fake_hub(monkeypatch, cache) -> Iterator[FakeHub]:
     """Within the block huggingface_hub asks this hub, and keeps files in the folder `cache`."""
@@ -80,14 +87,15 @@ def fake_hub(monkeypatch, cache) -> Iterator[FakeHub]:
     thread.start()
     constants = "huggingface_hub.constants"
     monkeypatch.setattr(f"{constants}.ENDPOINT", hub.address)
-    monkeypatch.setattr(
-        f"{constants}.HUGGINGFACE_CO_URL_TEMPLATE", hub.address + "/{repo_id}/resolve/{revision}/{filename}"
-    )
+    template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
+    for module in (constants, "huggingface_hub.file_download"):  # Before 1.0 the second has a copy.
+        monkeypatch.setattr(f"{module}.HUGGINGFACE_CO_URL_TEMPLATE", template, raising=False)
     monkeypatch.setattr(f"{constants}.HF_HUB_CACHE", str(cache))
     monkeypatch.setattr(f"{constants}.HF_HUB_OFFLINE", False)
     try:
         yield hub
     finally:
+        new_sessions()
         server.shutdown()
         thread.join()
         server.server_close()

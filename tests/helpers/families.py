@@ -9,12 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import transformers
-from checkpoints import Reference, edit_tensors, make_checkpoint, random_prompt
+from checkpoints import Reference, edit_tensors, has_transformers, make_checkpoint, random_prompt
 
 from nanovllm import RequestOutput
 
-IS_TRANSFORMERS_5 = int(transformers.__version__.split(".")[0]) >= 5
 NUM_TOKENS = 12  # of each completion
 BEGINNING = 70  # tokens that two of the prompts share: four blocks, and one chunk of linear attention
 CHUNK = 64  # of linear attention: tokens between the states that can be kept
@@ -90,10 +88,10 @@ ONE_KV_HEAD, ONE_FREE_KV_HEAD = choose(shape(1, 4, 16), *HEADS.values), choose(s
 BIAS = {"attention_bias": choose(True, False)}
 # Shorter than most prompts, a number of blocks, or longer than all. (With a window of 1, transformers keeps all keys.)
 WINDOW = choose(13, 2, 7, 32, 45, 127)
-# Of Qwen and SmolLM3. Without flash-attn, transformers 4.51 gives all layers the window.
+# Of Qwen and SmolLM3. Without flash-attn, transformers gives all layers the window before 4.53.
 SOME_WINDOWS = choose(
-    {"use_sliding_window": IS_TRANSFORMERS_5, "sliding_window": 13, "max_window_layers": 1},
-    {"use_sliding_window": IS_TRANSFORMERS_5, "sliding_window": 32, "max_window_layers": 0},
+    {"use_sliding_window": True, "sliding_window": 13, "max_window_layers": int(has_transformers("4.53"))},
+    {"use_sliding_window": True, "sliding_window": 32, "max_window_layers": 0},
     {},
 )
 KINDS = ("sliding_attention", "full_attention")
@@ -171,7 +169,7 @@ GPT_OSS = {
     "num_local_experts": choose(4, 5, 16),
     "num_experts_per_tok": choose(2, 1, 4),
     "intermediate_size": choose(64, 36),
-    "swiglu_limit": choose(0.5, 7.0),
+    "swiglu_limit": choose(0.5 if has_transformers("5.20") else 7.0, 7.0),  # Earlier releases have 7 in the code.
     "rope_scaling": choose(YARN | {"truncate": False}, YARN | {"factor": 32.0, "truncate": False}, None),
 }
 GEMMA3 = {

@@ -1,11 +1,10 @@
 """A tiny model that thinks between tags, and its requests worked out one token at a time."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from checkpoints import EOS, Reference, edit_json, edit_tensors, make_checkpoint, make_tokenizer
+from checkpoints import EOS, Reference, edit_tensors, make_checkpoint, make_tokenizer, make_usual
 from sampling_reference import draw
 from transformers import AutoTokenizer
 
@@ -26,18 +25,10 @@ def make_thinking_checkpoint(directory: str | Path, with_tokens: bool = True) ->
     tags = (OPENING, CLOSING) if with_tokens else ()
     make_tokenizer(path, ("<|endoftext|>", TURN, EOS, *tags), chat_template=TEMPLATE)
     if with_tokens:
-        _make_usual(Path(path, "tokenizer.json"), tags)
+        make_usual(path, tags)
         ids = AutoTokenizer.from_pretrained(path).convert_tokens_to_ids(tags)
         edit_tensors(path, lambda tensors: tensors.update({"lm_head.weight": _louder(tensors["lm_head.weight"], ids)}))
     return path
-
-
-def _make_usual(file: Path, tags: tuple[str, ...]) -> None:
-    """Make tags tokens that texts have, as Qwen3's are."""
-    added = json.loads(file.read_text())["added_tokens"]
-    edit_json(
-        file, added_tokens=[token | {"special": token["special"] and token["content"] not in tags} for token in added]
-    )
 
 
 def _louder(head: torch.Tensor, rows: list[int]) -> torch.Tensor:

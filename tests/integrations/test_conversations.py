@@ -4,7 +4,7 @@ import json
 
 import pytest
 from channels import HARMONY
-from checkpoints import make_checkpoint, make_llm, make_tokenizer
+from checkpoints import make_checkpoint, make_llm, make_tokenizer, make_usual
 from script import Script
 from test_serve import KEY, MODEL, Running
 
@@ -86,11 +86,7 @@ def qwen_xml(tmp_path_factory):
 def make_qwen(directory, template: str):
     path = make_checkpoint(directory)
     make_tokenizer(path, ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *QWEN_TAGS), chat_template=template)
-    file = path / "tokenizer.json"  # As Qwen has them, its tags are no special tokens: they are a part of the text.
-    content = json.loads(file.read_text())
-    for token in content["added_tokens"]:
-        token["special"] = token["content"] not in QWEN_TAGS
-    file.write_text(json.dumps(content))
+    make_usual(path, QWEN_TAGS)
     return path
 
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
+from checkpoints import needs_transformers
 from transformers import Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
@@ -35,7 +35,7 @@ SETTINGS = {
 
 
 # transformers 4 reads these settings under other names. tests/models/test_families.py has the installed one.
-new_names = pytest.mark.skipif(int(transformers.__version__.split(".")[0]) < 5, reason="needs transformers 5")
+new_names = needs_transformers("5")
 
 
 def qwen3(settings: dict, theta: float = 1e6) -> Qwen3Config:

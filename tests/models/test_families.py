@@ -20,12 +20,13 @@ from checkpoints import (
     edit_tensors,
     generate,
     greedy,
+    has_transformers,
     make_checkpoint,
     make_llm,
     needs_family,
     random_prompt,
 )
-from families import FAMILIES, IS_TRANSFORMERS_5, NUM_TOKENS, Case, fields_of
+from families import FAMILIES, NUM_TOKENS, Case, fields_of
 from fp8_checkpoints import assert_scores_like_the_reference
 from replay import Replay
 from thread_ranks import make_llm_of_ranks
@@ -162,7 +163,7 @@ def check_int4(case, num_ranks):
 @every_row
 def test_fp8(case):
     """Weights and inputs are rounded, and nothing else."""
-    if case.name == "gpt_oss" and not IS_TRANSFORMERS_5:
+    if case.name == "gpt_oss" and not has_transformers("5"):
         pytest.skip("its experts have another forward here")
     prompt, completion = case.prompts[1], case.prompts[3]
     assert_scores_like_the_reference(case.path, case.path, prompt, completion, quantization="fp8")

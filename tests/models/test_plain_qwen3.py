@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from checkpoints import Reference, make_checkpoint, random_prompt
+from families import SOME_WINDOWS
 from rank_threads import on_ranks
 from transformers import AutoConfig
 
@@ -29,7 +30,7 @@ CHECKPOINTS = {
     "biases": {"attention_bias": True},
     "yarn": {"rope_scaling": YARN, "max_position_embeddings": 64},
     "odd heads": {"head_dim": 24, "num_attention_heads": 6, "num_key_value_heads": 1, "vocab_size": 307},
-    "windows": {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    "windows": SOME_WINDOWS.values[0],
 }
 
 

@@ -91,7 +91,7 @@ def llm(format):
 @pytest.fixture(scope="module")
 def reference():
     """transformers in float32, on a GPU if there is one."""
-    model = AutoModelForCausalLM.from_pretrained(default_folder(), dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(default_folder()).float()
     return model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 

@@ -6,8 +6,16 @@ import shutil
 from pathlib import Path
 
 import pytest
-from checkpoints import EOS, complete, edit_json, greedy, make_checkpoint, make_llm, make_tokenizer
-from configs import needs_transformers_5
+from checkpoints import (
+    EOS,
+    complete,
+    edit_json,
+    greedy,
+    make_checkpoint,
+    make_llm,
+    make_tokenizer,
+    needs_transformers,
+)
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -69,7 +77,10 @@ def test_a_link_to_a_file_that_is_gone(directory):
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("tokenizer.json", "{}"), pytest.param("tokenizer_config.json", '{"eos_token": 5}', marks=needs_transformers_5)],
+    [
+        ("tokenizer.json", "{}"),
+        pytest.param("tokenizer_config.json", '{"eos_token": 5}', marks=needs_transformers("5")),
+    ],
 )
 def test_files_that_make_no_tokenizer_are_named(directory, name, content):
     (directory / name).write_text(content)

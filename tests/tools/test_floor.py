@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING
+from checkpoints import needs_family
 
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
 from nanovllm.layers.formats.fp8 import Fp8
@@ -129,7 +129,7 @@ def test_seconds_with_windows():
     assert seconds([1, 1]) == pytest.approx(flops / 8e14)
 
 
-@pytest.mark.skipif("gemma4_text" not in CONFIG_MAPPING, reason="this transformers does not know Gemma 4")
+@needs_family("gemma4_text")
 def test_layers_with_other_heads():
     size = size_of("gemma-4-31B")
     assert windows(size) == {1024: 50, None: 10}
@@ -143,7 +143,7 @@ def test_published_windows():
     assert windows(size_of("Phi-4-mini-instruct")) == {262144: 32}
 
 
-@pytest.mark.skipif("qwen3_5_text" not in CONFIG_MAPPING, reason="this transformers does not know Qwen3.5")
+@needs_family("qwen3_5_text")
 def test_states_are_read_and_written_once_a_step():
     size = size_of("Qwen3.5-9B")
     assert windows(size) == {None: 8}

@@ -6,7 +6,7 @@ from collections import namedtuple
 from pathlib import Path
 
 import pytest
-from fake_hub import fake_hub
+from fake_hub import fake_hub, new_sessions
 
 from nanovllm.cli import main
 from nanovllm.models.model_files import WEIGHT_FILES, download
@@ -108,6 +108,7 @@ def test_why_the_hub_does_not_give_a_model(capsys, hub, monkeypatch, status, wor
     """The same short line from the command and from an engine that starts."""
     if status == "offline":
         monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        new_sessions()
     elif status == "no network":
         hub.address = "http://127.0.0.1:9"
         monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", hub.address)

@@ -358,7 +358,8 @@ def test_both_kinds_of_layers_of_a_hybrid():
     [
         # q, k and v of both kinds of attention, and what follows it.
         pytest.param("gemma-4-12B", [{8192, 3840, 30720}, {9216, 3840}], marks=needs_family("gemma4_text")),
-        ("SmolLM3-3B", [{3072, 2048, 22016}]),  # kinds that differ by their positions alone
+        # Kinds that differ by their positions alone.
+        pytest.param("SmolLM3-3B", [{3072, 2048, 22016}], marks=needs_family("smollm3")),
     ],
 )
 def test_each_product_is_measured_in_the_first_layer_that_has_it(model, new):
