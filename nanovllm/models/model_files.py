@@ -55,6 +55,16 @@ def download(name: str, option: str, patterns: tuple[str, ...], revision: str | 
         raise download_error(error, name, _asked(name, option, revision)) from error
 
 
+def download_file(name: str, file: str, revision: str | None = None) -> None:
+    """Download one file of a model of the hub. Raises as `download`."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(name, file, revision=revision)
+    except Exception as error:
+        raise download_error(error, name, _asked(name, "model", revision)) from error
+
+
 class HubFile(NamedTuple):
     """A file that `download` takes.
 
