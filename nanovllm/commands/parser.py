@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
         """A mistake if the command is none. argparse would list all of them, and not name the nearest."""
         if not self._subparsers:
             return
-        known = next(action.choices for action in self._actions if action.dest == "command")
+        known = next(list(action.choices or ()) for action in self._actions if action.dest == "command")
         name = next((word for word in words if not word.startswith("-")), None)
         if name is not None and name not in known:
             near = difflib.get_close_matches(name, known, n=1)

@@ -62,6 +62,14 @@ def test_the_same_command_goes_on(capsys, hub):
     assert "4.8 MiB; to download: 4.8 MiB\n1 of 2: model-1.safetensors (1.9 MiB)\n" in err.replace(to_where(err), "")
 
 
+def test_an_engine_that_finds_all_files_shows_no_bar(capfd, hub, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    folder = download(MODEL, "model", WEIGHT_FILES)
+    capfd.readouterr()
+    assert download(MODEL, "model", WEIGHT_FILES) == folder
+    assert capfd.readouterr().err.strip("\r\n ") == ""
+
+
 def to_where(text: str) -> str:
     return next(line for line in text.splitlines(keepends=True) if line.startswith("to "))
 
