@@ -108,7 +108,7 @@ def hub(model_dir, monkeypatch):
     """What is asked of a hub whose every id is one model: [(id, revision, patterns)]; and the patterns left out."""
     directory, asked, ignored = model_dir(name="snapshot"), [], []
 
-    def snapshot_download(repo_id, *, revision, allow_patterns, ignore_patterns):
+    def snapshot_download(repo_id, *, revision, allow_patterns, ignore_patterns, tqdm_class):
         asked.append((repo_id, revision, allow_patterns))
         ignored.append(ignore_patterns)
         return directory
