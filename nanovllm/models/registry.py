@@ -48,8 +48,8 @@ def find_architecture(architectures: list[str] | None, model_type: str | None, w
         if name in ARCHITECTURES:
             return name
     given = f"{where}: architectures={architectures or None} (model_type {quoted(model_type)}): "
-    if not architectures and (name := _of_model_type(model_type)):
-        raise ValueError(f'{given}is missing; write "architectures": ["{name}"], if the weights are of that model')
+    if not architectures and (meant := _of_model_type(model_type)):
+        raise ValueError(f'{given}is missing; write "architectures": ["{meant}"], if the weights are of that model')
     families = dict.fromkeys(re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in ARCHITECTURES)
     raise ValueError(f"{given}supported are {', '.join(families)}; {page('adding-a-model.md')} says how to add one")
 
