@@ -373,10 +373,8 @@ def _fit(options: argparse.Namespace) -> int:
         from nanovllm.fit import print_fit
         from nanovllm.fit_gpus import print_divisions
 
-    if "num_gpus" in given:
-        return 0 if print_divisions(**given) else _FAILED
-
-    return 0 if print_fit(**given) else _FAILED
+    fits = print_divisions(**given) if "num_gpus" in given else print_fit(**given)
+    return 0 if fits else _FAILED
 
 
 # -- tune --------------------------------------------------------------------------------------------------------------

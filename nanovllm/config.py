@@ -33,7 +33,7 @@ DTYPES |= {"half": torch.float16, "float": torch.float32}  # vLLM's names
 PLAIN_ARCHITECTURE = "Qwen3ForCausalLM"  # that models/qwen3.py runs
 FP8_CAPABILITY = 8, 9  # of the oldest GPUs that convert and multiply e4m3
 CPU_KVCACHE_GIB = 2.0
-_PUBLISHED = f"published shapes are {', '.join(PRESET_NAMES)}"
+_PUBLISHED = f"published shapes are called as {PRESET_NAMES[0]}: README.md lists all {len(PRESET_NAMES)}"
 
 
 @explains_unknown_options(HINTS["Config"])

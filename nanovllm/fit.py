@@ -18,9 +18,10 @@ from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.formats.parameters import stored
 from nanovllm.layers.stores.store import count_cells
 from nanovllm.models.decoder import layer_heads
-from nanovllm.models.model_size import GIB, meta_model, model_bytes, packed_head_bytes
+from nanovllm.models.model_size import meta_model, model_bytes, packed_head_bytes
 from nanovllm.models.registry import model_class
 from nanovllm.utils.host_memory import host_memory
+from nanovllm.utils.units import GIB
 
 CARDS_GIB = (8, 12, 16, 24, 32, 48, 80, 141)
 # What an engine uses beside its model and a step's activations: workspaces of libraries, compiled kernels, CUDA graphs.

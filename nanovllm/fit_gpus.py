@@ -8,7 +8,7 @@ from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
 from nanovllm.bench.workloads import WORKLOADS
 from nanovllm.config import Config
 from nanovllm.fit import needs
-from nanovllm.models.model_size import GIB
+from nanovllm.utils.units import GIB
 
 MAX_GPUS = 64
 _WORKLOAD = WORKLOADS["throughput"]
@@ -114,7 +114,7 @@ def print_divisions(model: str, num_gpus: int, memory_gib: Sequence[float] = (),
     fastest = max(found, key=lambda each: each.tokens_per_second)
     work = f"{_WORKLOAD.requests} requests of {_WORKLOAD.prompt[1]} + {_WORKLOAD.output[1]} tokens"
     print(f"{model} on {num_gpus} GPUs of {memory:g} GiB, {work},")
-    print("at the speed of H200s if nothing but weights, the KV cache, products and sums took time:\n")
+    print("at the speed of H200s, if only weights, KV cache, products and sums took time:\n")
     print(f"{'engines x GPUs':>14}  {'tokens in a KV cache':>20}  {'at once':>7}  {'tokens/s':>8}")
     for each in found:
         name = f"{each.num_engines} x {each.num_gpus}"

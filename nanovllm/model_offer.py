@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm.fit import Question, advice, cpu_place, gpu_place
-from nanovllm.models.model_size import GIB
 from nanovllm.models.presets import meant_chat_model
 from nanovllm.utils.checks import quoted
+from nanovllm.utils.units import GIB
 
 _SPARE_DISK = GIB // 4
 

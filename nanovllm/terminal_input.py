@@ -8,7 +8,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 _WAIT_SECONDS = 0.05  # A terminal sends the lines of a pasted text sooner one after the other; no one types so fast.
-_BRACKETED_PASTE = 0x700  # readline's release that has it
 
 
 def find_command(text: str, commands: Collection[str]) -> str | None:
@@ -63,21 +62,23 @@ def read_messages(
 
 def terminal_reader(prompt: str = "> ") -> tuple[Callable[[], str], Callable[[], bool]]:
     """What `read_messages` needs, for standard input. In a terminal, prompt_toolkit or readline edits lines and takes a
-    pasted text as one; without them, and on macOS, whose readline cannot, its lines come one after the other."""
+    pasted text as one. Without them, on macOS, whose readline cannot, and while no line is read, such as at the start,
+    the lines of a pasted text come one after the other."""
     if not sys.stdin.isatty():
         return lambda: input(), lambda: False
     if sys.stdout.isatty():
         try:
-            return toolkit_reader(prompt), lambda: False
+            return toolkit_reader(prompt)
         except ImportError:
             pass
-    has_paste = _use_readline()
-    return lambda: input(prompt), (lambda: False) if has_paste else _has_input
+    _use_readline()
+    return lambda: input(prompt), _has_input
 
 
-def toolkit_reader(prompt: str, **devices: Any) -> Callable[[], str]:
+def toolkit_reader(prompt: str, **devices: Any) -> tuple[Callable[[], str], Callable[[], bool]]:
     """devices: input and output, for tests. Raises ImportError without prompt_toolkit."""
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.input.typeahead import get_typeahead, store_typeahead
     from prompt_toolkit.key_binding import KeyBindings
 
     bindings = KeyBindings()
@@ -87,19 +88,24 @@ def toolkit_reader(prompt: str, **devices: Any) -> Callable[[], str]:
         event.current_buffer.insert_text("\n")
 
     session: Any = PromptSession(key_bindings=bindings, **devices)
-    return lambda: session.prompt(prompt)
+
+    def is_waiting() -> bool:
+        """It has read what was typed after the line, and keeps it for the next one."""
+        keys = get_typeahead(session.app.input)
+        store_typeahead(session.app.input, keys)
+        return bool(keys)
+
+    return lambda: session.prompt(prompt), is_waiting
 
 
-def _use_readline() -> bool:
-    """Have input() edit lines and remember them. Returns whether a pasted text is one line to it."""
+def _use_readline() -> None:
+    """Have input() edit lines, remember them, and take a pasted text as one."""
     try:
         import readline
     except ImportError:  # Windows has none.
-        return False
-    if "libedit" in (readline.__doc__ or "") or getattr(readline, "_READLINE_VERSION", 0) < _BRACKETED_PASTE:
-        return False
-    readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off.
-    return True
+        return
+    if "libedit" not in (readline.__doc__ or ""):
+        readline.parse_and_bind("set enable-bracketed-paste on")  # Python turns it off.
 
 
 def _has_input() -> bool:

@@ -25,6 +25,7 @@ def test_the_wheel_has_the_pages(monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     distribution = Distribution()
     distribution.parse_config_files(["pyproject.toml"])
+    assert distribution.metadata.project_urls
     build = distribution.get_command_obj("build_py")
     build.ensure_finalized()
     build.manifest_files = {}  # of files that are in no wheel

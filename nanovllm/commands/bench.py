@@ -30,11 +30,12 @@ def add_bench(commands: Any) -> None:
     add = parser.add_argument
     help = "a directory, a hub id, or with --load-format dummy a published shape such as Qwen3-8B"
     add("model", nargs="?", metavar="MODEL", help=help)
-    add("--workload", choices=WORKLOADS, nargs="+", help="one or more; default: bench, without a GPU laptop")
-    add("--temperature", type=float, default=TEMPERATURE)
-    add("--top-k", type=int, default=0, help="0: all tokens")
-    add("--top-p", type=float, default=1.0)
-    add("--passes", type=int, default=1, help="the median is reported")
+    help = f"one or more of {', '.join(WORKLOADS)} (default: bench, without a GPU laptop)"
+    add("--workload", choices=WORKLOADS, nargs="+", metavar="NAME", help=help)
+    add("--temperature", type=float, default=TEMPERATURE, metavar="N", help="default: %(default)s")
+    add("--top-k", type=int, default=0, metavar="N", help="0: all tokens (default: %(default)s)")
+    add("--top-p", type=float, default=1.0, metavar="N", help="default: %(default)s")
+    add("--passes", type=int, default=1, metavar="N", help="the median is reported (default: %(default)s)")
     add("--bandwidth", type=float, metavar="TB/s", help="copy bandwidth for the floor; measured unless given")
     add("--flops", type=float, metavar="TFLOP/s", help="matrix rate for the floor; measured unless given")
     add("--fp8-flops", type=float, metavar="TFLOP/s", help="that of the layers' products with weights in fp8")

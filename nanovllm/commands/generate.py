@@ -71,7 +71,7 @@ def _read_standard_input() -> str:
 
 def _of_engine(given: dict[str, Any]) -> dict[str, Any]:
     own = ("prompt", "raw", "system", "chat_template_kwargs", "sampling")
-    return {"max_num_seqs": 1} | {name: value for name, value in given.items() if name not in own}
+    return {name: value for name, value in given.items() if name not in own}
 
 
 def _print_answer(
@@ -88,7 +88,7 @@ def _print_answer(
     with QuickExit():
         from nanovllm.llm import LLM
 
-    with LLM(model, **{"max_num_seqs": 1} | options) as llm:
+    with LLM(model, **options) as llm:
         params = replace(llm.get_default_sampling_params(), **{"max_tokens": None} | sampling)
         deltas: Iterator[Any]
         if raw or not _has_template(llm, system, chat_template_kwargs):
@@ -130,7 +130,7 @@ def _print_deltas(deltas: "Iterator[ChatDelta | StreamDelta]", is_quiet: bool) -
         print(flush=True)
     if "error" in delta:
         raise RuntimeError(delta["error"])
-    if is_terminal and not is_quiet:
+    if is_terminal and sys.stdout.isatty() and not is_quiet:  # After a pipe it would stand in the text.
         speed = num_tokens / (time.perf_counter() - start)
         print(f"{dim}{num_tokens} tokens, {speed:.0f} a second{plain}", file=sys.stderr)
     if delta.get("finish_reason") == "length":

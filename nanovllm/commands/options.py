@@ -22,6 +22,8 @@ ENGINE = (
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
     *("speculation", "max_speculative_tokens", "plain", "chat_format", "lora"),
 )
+# Of these the model's generation_config.json may have others.
+_OF_MODEL = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), "the model's")
 _ONE_ANSWER = ["max_tokens", "seed", *(name for name in SAMPLING if name not in ("n", "logprobs"))]
 
 
@@ -33,8 +35,11 @@ def add_one_answer(parser: argparse.ArgumentParser) -> None:
     sampling = parser.add_argument_group("sampling (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes the answers reproducible")
-    add_options(sampling, SamplingParams, [name for name in _ONE_ANSWER if name not in ("max_tokens", "seed")])
-    add_options(parser.add_argument_group("engine (docs/reference.md)"), EngineOptions, ENGINE)
+    names = [name for name in _ONE_ANSWER if name not in ("max_tokens", "seed")]
+    add_options(sampling, SamplingParams, names, other_defaults=_OF_MODEL)
+    engine = parser.add_argument_group("engine (docs/reference.md)")
+    add_options(engine, EngineOptions, ENGINE, other_defaults={"max_num_seqs": "1"})
+    parser.set_defaults(max_num_seqs=1)
 
 
 def given_options(options: argparse.Namespace) -> dict[str, Any]:

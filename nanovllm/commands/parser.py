@@ -37,6 +37,7 @@ class CommandParser(argparse.ArgumentParser):
             return argparse.Namespace(words=words, **self._defaults), []
         if unknown := self._unknown_option(words):
             self.error(f"unknown option {unknown}: {self.hint(unknown)}")
+        self._check_command(words)
         found, extra = super().parse_known_args(self._model_first(words), namespace)
         model = self.model_argument()
         if extra and model is not None and model.nargs == "?" and getattr(found, "model", None) is None:
@@ -99,6 +100,16 @@ class CommandParser(argparse.ArgumentParser):
             if name not in self._option_string_actions and not is_short:
                 return name
         return None
+
+    def _check_command(self, words: Sequence[str]) -> None:
+        """A mistake if the command is none. argparse would list all of them, and not name the nearest."""
+        if not self._subparsers:
+            return
+        known = next(list(action.choices or ()) for action in self._actions if action.dest == "command")
+        name = next((word for word in words if not word.startswith("-")), None)
+        if name is not None and name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            self.error(f"no command {name!r}: {f'did you mean {near[0]}?' if near else ', '.join(known)}")
 
     def model_argument(self) -> argparse.Action | None:
         return next((each for each in self._actions if each.dest == "model" and not each.option_strings), None)

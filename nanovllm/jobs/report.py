@@ -60,17 +60,19 @@ def print_check(check: "Check") -> None:
     if check.data:
         print(f"columns that answers repeat: {', '.join(check.data)}")
     if check.estimate is not None:
-        _print_estimate(check.estimate)
+        _print_estimate(check.estimate, check.num_lines - check.num_failed)
 
 
-def _print_estimate(estimate: "Estimate") -> None:
+def _print_estimate(estimate: "Estimate", num_lines: int) -> None:
     sample = estimate.sample
     each = sample.num_completion_tokens / sample.num_lines
     speed = f"{sample.tokens_per_second:,.0f} tokens a second"
     lines = f"{sample.num_lines:,} line{'s' * (sample.num_lines > 1)}"
     print(f"a sample of {lines}: {each:,.1f} completion tokens each, {speed}")
-    if sample.num_lines < sample.max_num_seqs:
-        print(f"    A batch of {sample.max_num_seqs:,} (--max-num-seqs) is faster than one of {sample.num_lines:,}.")
+    at_once = min(num_lines, sample.max_num_seqs)
+    if sample.num_lines < at_once:
+        option = " (--max-num-seqs)" if at_once == sample.max_num_seqs else ""
+        print(f"    The job runs {at_once:,} lines at once{option}, which is faster than {sample.num_lines:,}.")
     price = "" if estimate.price is None else f", price {price_in_words(estimate.price)}"
     num_tokens = f"{estimate.num_completion_tokens:,.0f} completion tokens"
     print(f"the whole job: about {num_tokens}, {time_in_words(estimate.seconds)}{price}")

@@ -43,8 +43,10 @@ class TokensLeft:
         """
         reached = int(num_tokens_begun / num_begun) if num_begun else 0
         counts = self._counts[: self._longest + 1]
-        # Only the mean of those under way is known. They count as if they were spread evenly from 0 to twice that.
-        under_way = num_begun * np.clip(1 - np.arange(len(counts)) / (2 * reached + 1), 0, 1)
+        # Only the mean of those under way is known. They count as if they were spread evenly from 0 to twice that. As
+        # long as few are finished, some of the others have come as far as these.
+        farthest = max(2 * reached, self._longest) if self.num_finished < num_begun else 2 * reached
+        under_way = num_begun * np.clip(1 - np.arange(len(counts)) / (farthest + 1), 0, 1)
         longer = np.cumprod(1 - counts / (counts[::-1].cumsum()[::-1] + under_way))  # the share longer than a length
         beyond = float(longer[-1]) if len(longer) else 1.0  # the share of which nothing is known but the limit
         of_limit = beyond * max(0, limit - len(longer))

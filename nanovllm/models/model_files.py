@@ -12,6 +12,7 @@ from nanovllm.models.hub_errors import download_error
 from nanovllm.models.other_formats import describe_gguf
 from nanovllm.utils.checks import quoted
 
+_BAR_SECONDS = 0.5  # A download that takes less shows no bar.
 _LFS_POINTER = b"version https://git-lfs"
 
 WEIGHT_FILES = ("*.safetensors",)
@@ -49,10 +50,37 @@ def download(name: str, option: str, patterns: tuple[str, ...], revision: str | 
     from huggingface_hub import snapshot_download
 
     check_hub_id(name, option)
+    wanted: dict[str, Any] = {"allow_patterns": list(patterns), "ignore_patterns": _UNUSED}
     try:
-        return snapshot_download(name, revision=revision, allow_patterns=list(patterns), ignore_patterns=_UNUSED)
+        return snapshot_download(name, revision=revision, **wanted, tqdm_class=_late_bar())
     except Exception as error:
         raise download_error(error, name, _asked(name, option, revision)) from error
+
+
+def _late_bar() -> type:
+    """The hub's bar, which is not shown where all files are here: it would say that 0 bytes are downloaded."""
+    from huggingface_hub.utils import tqdm
+
+    class LateBar(tqdm):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options | {"delay": _BAR_SECONDS})
+
+        def display(self, *args: Any, **options: Any) -> bool | None:  # tqdm asks for the delay in `update` alone.
+            start = getattr(self, "start_t", None)
+            is_late = start is not None and self._time() >= start + _BAR_SECONDS
+            return super().display(*args, **options) if is_late else None
+
+    return LateBar
+
+
+def download_file(name: str, file: str, revision: str | None = None) -> None:
+    """Download one file of a model of the hub. Raises as `download`."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        hf_hub_download(name, file, revision=revision)
+    except Exception as error:
+        raise download_error(error, name, _asked(name, "model", revision)) from error
 
 
 class HubFile(NamedTuple):

@@ -16,13 +16,12 @@ from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.make_model import make_model
 from nanovllm.models.registry import model_class
 from nanovllm.models.spec import LayerHeads
+from nanovllm.utils.units import GIB
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from nanovllm.models.loader import LoadedModel
-
-GIB = 2**30
 
 
 class ModelOptions(Protocol):

@@ -1,5 +1,6 @@
 """The architectures that we have, by the names that config.json gives them."""
 
+import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -46,10 +47,17 @@ def find_architecture(architectures: list[str] | None, model_type: str | None, w
     for name in architectures or []:
         if name in ARCHITECTURES:
             return name
-    raise ValueError(
-        f"{where}: architectures={architectures or None} (model_type {quoted(model_type)}): "
-        f"supported are {', '.join(ARCHITECTURES)}; {page('adding-a-model.md')} says how to add one"
-    )
+    given = f"{where}: architectures={architectures or None} (model_type {quoted(model_type)}): "
+    if not architectures and (meant := _of_model_type(model_type)):
+        raise ValueError(f'{given}is missing; write "architectures": ["{meant}"], if the weights are of that model')
+    families = dict.fromkeys(re.sub("For(CausalLM|ConditionalGeneration)$", "", name) for name in ARCHITECTURES)
+    raise ValueError(f"{given}supported are {', '.join(families)}; {page('adding-a-model.md')} says how to add one")
+
+
+def _of_model_type(model_type: str | None) -> str | None:
+    """The architecture whose name is a model_type, such as "qwen3_moe", in other letters."""
+    spelled = f"{model_type}ForCausalLM".replace("_", "").lower()
+    return next((name for name in ARCHITECTURES if name.replace("_", "").lower() == spelled), None)
 
 
 def model_class(hf_config: "PreTrainedConfig") -> Any:

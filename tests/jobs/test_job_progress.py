@@ -83,6 +83,16 @@ def test_the_time_left_is_near_the_truth(longest):
         batch.steps(20)
 
 
+def test_one_early_answer_does_not_mislead():
+    """Most of those under way have just begun."""
+    batch = Batch([4] + [200] * 399, num_slots=10, limit=200)
+    batch.steps(4)
+    batch.num_slots = 250
+    batch.steps(1)
+    assert batch.progress.describe().startswith("1 of 400 lines, 0 errors, 70 tok/s, at most ")
+    assert batch.seconds_left > 0.5 * batch.num_left / 250
+
+
 def test_the_first_answers_are_the_shortest():
     batch = Batch([60 + i % 200 for i in range(400)], num_slots=128, limit=259)
     batch.steps(60)

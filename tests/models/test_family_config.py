@@ -374,7 +374,9 @@ def test_a_published_shape_of_another_family_needs_no_file(model, no_network):
 
 
 def test_a_published_shape_of_someone_else_is_another_model(no_network):
-    with pytest.raises(FileNotFoundError, match=r"someone/Llama-3\.1-8B.*; published shapes are Qwen3-0\.6B, "):
+    with pytest.raises(
+        FileNotFoundError, match=r"someone/Llama-3\.1-8B.*; published shapes are called as Qwen3-0\.6B: "
+    ):
         Config("someone/Llama-3.1-8B", load_format="dummy")
 
 

@@ -24,13 +24,34 @@ def run(*arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "nanovllm", *arguments], capture_output=True, text=True, timeout=300)
 
 
+COMMANDS = ["run-batch", "status", "chat", "generate", "pull", "serve", "fit", "tune", "bench", "completion"]
+
+
 def test_version_and_help_of_the_module():
     result = run("--version")
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("nanovllm ")
     assert "tune" in run("--help").stdout
     assert run().returncode == 2
-    assert "invalid choice: 'tun'" in run("tun").stderr
+    assert "no command 'tun': did you mean tune?" in run("tun").stderr
+
+
+def test_help_fits_a_terminal_and_tells_defaults(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    told = {}
+    for command in COMMANDS:
+        with pytest.raises(SystemExit):
+            main([command, "--help"])
+        text = capsys.readouterr().out
+        assert max(map(len, text.splitlines())) <= 80, command
+        told[command] = " ".join(text.split())
+    for command in ("chat", "generate"):
+        assert "--temperature N default: the model's" in told[command]
+        assert "--presence-penalty N default: 0.0" in told[command]
+        assert "--max-num-seqs N sequences of a step (default: 1)" in told[command]
+    assert "--temperature N default: 1.0" in told["run-batch"]
+    assert "--max-num-seqs N sequences of a step (default: 512)" in told["run-batch"]
+    assert "--workload NAME [NAME ...] one or more of bench, many, " in told["bench"]
 
 
 def dry_run(capsys, *arguments: str) -> list[str]:
@@ -81,6 +102,8 @@ DEMO = str(Path(__file__).parents[2] / "assets" / "demo-model")
         (f"serve {DEMO} --port 99999", 2, "'99999' is no port: a number in 0..65535"),
         (f"chat {DEMO} --chat-template-kwargs [1]", 2, "'[1]' is no JSON object"),
         ("chat", 2, "nanovllm chat: missing: MODEL (usage: nanovllm chat MODEL [options])"),
+        ("genrate m", 2, "nanovllm: no command 'genrate': did you mean generate?"),
+        ("nothing-like-it", 2, "no command 'nothing-like-it': run-batch, status, chat, "),
         ("chat m --maxtokens 5", 2, "unknown option --maxtokens: did you mean --max-tokens?"),
         ("chat m --max_model_len 5", 2, "unknown option --max_model_len: did you mean --max-model-len?"),
         ("serve m --trust-remote-code", 2, "--trust-remote-code: no code of a model's repository is run"),
@@ -430,20 +453,21 @@ def test_the_exit_status_of_run_batch(answered, capsys):
 
 def test_a_dry_run_of_a_job(tmp_path, capsys):
     path = make_checkpoint(tmp_path / "model", tokenizer=True)
-    (tmp_path / "a.jsonl").write_text('{"prompt": "a block", "max_tokens": 5}\n{"text": "a"}\n')
+    line = '{"prompt": "a block", "max_tokens": 5}\n'
+    (tmp_path / "a.jsonl").write_text(3 * line + '{"text": "a"}\n')
     assert main(["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--dry-run"]) == 3
     captured = capsys.readouterr()
-    assert "a.jsonl:2: has no prompt" in captured.err
+    assert "a.jsonl:4: has no prompt" in captured.err
     columns = "columns that are parameters of their lines: max_tokens (--no-line-parameters makes them data)\n"
     columns += "columns that answers repeat: text\n"
-    counts = "1 of 2 lines can be answered\n2 prompt tokens, at most 5 completion tokens\n"
+    counts = "3 of 4 lines can be answered\n6 prompt tokens, at most 15 completion tokens\n"
     assert captured.out == counts + columns
-    sample = ["--sample", "3", "--price-per-hour", "9", "--ignore-eos", "--device", "cpu", "--max-num-seqs", "4"]
+    sample = ["--sample", "1", "--price-per-hour", "9", "--ignore-eos", "--device", "cpu", "--max-num-seqs", "4"]
     assert main(["run-batch", "-i", str(tmp_path / "a.jsonl"), "--model", str(path), "--dry-run", *sample]) == 3
     first, batch, whole = capsys.readouterr().out.removeprefix(counts + columns).splitlines()
     assert re.fullmatch(r"a sample of 1 line: 5.0 completion tokens each, [\d,]+ tokens a second", first)
-    assert batch == "    A batch of 4 (--max-num-seqs) is faster than one of 1."
-    assert re.fullmatch(r"the whole job: about 5 completion tokens, \d+ s, price 0.\d{4}", whole)
+    assert batch == "    The job runs 3 lines at once, which is faster than 1."
+    assert re.fullmatch(r"the whole job: about 15 completion tokens, \d+ s, price 0.\d{4}", whole)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["a.jsonl", "model"]
 
 

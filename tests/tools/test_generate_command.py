@@ -81,7 +81,9 @@ def test_a_terminal_says_that_it_starts_and_how_fast_it_was(capsys, monkeypatch)
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
     out, err = generate(capsys, DEMO, PROMPT, *GREEDY)
     assert err.startswith(f"Starting {DEMO} ...\n")
-    assert "12 tokens, " in err
+    assert "12 tokens, " not in err, "after a pipe it would stand in the text"
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
+    assert "12 tokens, " in generate(capsys, DEMO, PROMPT, *GREEDY)[1]
     assert generate(capsys, DEMO, PROMPT, *GREEDY, "--quiet") == (out, "")
 
 

@@ -42,6 +42,7 @@ def test_what_the_engine_reads_is_downloaded(capsys, hub, tmp_path):
     assert {each.name: each.read_bytes() for each in folder.iterdir()} == {name: FILES[name] for name in READ}
     assert sorted(hub.asked) == sorted(READ)
     assert f"{MODEL}: 3 files, 4.8 MiB; to download: 4.8 MiB\n" in err
+    assert "1 of 3: config.json (0.0 MiB)\n2 of 3: model-1.safetensors (1.9 MiB)\n3 of 3: model-2" in err
     assert download(MODEL, "model", WEIGHT_FILES) == str(folder), "an engine starts from it"
     hub.asked.clear()
     assert pull(capsys, "--quiet", MODEL) == (0, out, "")
@@ -49,15 +50,28 @@ def test_what_the_engine_reads_is_downloaded(capsys, hub, tmp_path):
 
 
 def test_the_same_command_goes_on(capsys, hub):
-    hub.lost = {"model-2.safetensors"}
+    hub.lost = {"model-1.safetensors"}
     status, out, err = pull(capsys, MODEL)
     assert (status, out) == (2, "")
     assert "cannot be downloaded: the hub answers with status 404" in err
+    assert hub.asked == ["config.json"], "one file after the other"
     hub.lost = set()
     hub.asked.clear()
     status, _, err = pull(capsys, MODEL)
-    assert (status, hub.asked) == (0, ["model-2.safetensors"])
-    assert "4.8 MiB; to download: 2.9 MiB\n" in err
+    assert (status, hub.asked) == (0, ["model-1.safetensors", "model-2.safetensors"])
+    assert "4.8 MiB; to download: 4.8 MiB\n1 of 2: model-1.safetensors (1.9 MiB)\n" in err.replace(to_where(err), "")
+
+
+def test_an_engine_that_finds_all_files_shows_no_bar(capfd, hub, monkeypatch):
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    folder = download(MODEL, "model", WEIGHT_FILES)
+    capfd.readouterr()
+    assert download(MODEL, "model", WEIGHT_FILES) == folder
+    assert capfd.readouterr().err.strip("\r\n ") == ""
+
+
+def to_where(text: str) -> str:
+    return next(line for line in text.splitlines(keepends=True) if line.startswith("to "))
 
 
 def test_a_name_without_its_organization_and_a_folder(capsys, hub, tmp_path):
@@ -86,7 +100,7 @@ def test_a_full_disk_is_no_wrong_call(capsys, hub, monkeypatch):
     def fill(*args, **options):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("huggingface_hub.snapshot_download", fill)
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fill)
     status, _, err = pull(capsys, MODEL)
     assert status == 1
     assert f"cannot be stored in {hub.cache}: No space left on device\n" in err

@@ -1,6 +1,9 @@
 """What is typed or pasted in `nanovllm chat`: messages and commands, and the model that is offered for a name."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -58,11 +61,32 @@ def test_prompt_toolkit_takes_a_pasted_text_as_one_message():
     from prompt_toolkit.output import DummyOutput
 
     with create_pipe_input() as pipe:
-        read_line = toolkit_reader("> ", input=pipe, output=DummyOutput())
+        read_line, is_waiting = toolkit_reader("> ", input=pipe, output=DummyOutput())
         pipe.send_text(f"{PASTE}\r")
         assert read_line().splitlines() == ["one", "two", "three"]
         pipe.send_text("four\x1b\rfive\r")
         assert read_line() == "four\nfive"
+        assert not is_waiting()
+        pipe.send_text("one\rtwo\rthree\r")  # As a terminal sends it before a line is read.
+        assert next(read_messages(read_line, is_waiting)) == "one\ntwo\nthree"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="starts a program in a terminal of its own")
+def test_a_text_that_is_pasted_before_a_line_is_read_is_one_message():
+    program = (
+        "import sys; sys.modules['prompt_toolkit'] = None\n"
+        "from nanovllm.terminal_input import read_messages, terminal_reader\n"
+        "print([next(read_messages(*terminal_reader()))])"
+    )
+    ours, theirs = os.openpty()
+    os.write(ours, b"one\ntwo\nthree\n")
+    devices = dict.fromkeys(("stdin", "stdout", "stderr"), theirs)
+    with subprocess.Popen([sys.executable, "-c", program], **devices, start_new_session=True) as process:
+        process.wait(60)
+    os.close(theirs)
+    text = os.read(ours, 10_000).decode()
+    os.close(ours)
+    assert "['one\\ntwo\\nthree']" in text
 
 
 # -- the offer ---------------------------------------------------------------------------------------------------------

@@ -10,9 +10,9 @@ from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
 from nanovllm.engine.inputs import ModelInputs
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.store import Store, count_cells
-from nanovllm.models.model_size import GIB
 from nanovllm.utils.context import Context
 from nanovllm.utils.host_memory import host_memory
+from nanovllm.utils.units import GIB
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.models.loader import check_checkpoint, has_other_head
-from nanovllm.models.model_size import GIB, meta_model, model_bytes, packed_head_bytes
+from nanovllm.models.model_size import meta_model, model_bytes, packed_head_bytes
 from nanovllm.models.registry import model_class
 from nanovllm.utils.checks import require
 from nanovllm.utils.host_memory import host_memory
+from nanovllm.utils.units import GIB
 
 if TYPE_CHECKING:
     from nanovllm.models.loader import LoadedModel

@@ -7,7 +7,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-_GIB = 2**30
+from nanovllm.utils.units import GIB
 
 
 def store_zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, name: str) -> Tensor:
@@ -31,7 +31,7 @@ def _zeros_when_touched(num_bytes: int, name: str) -> Tensor:
         memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         remedy = "lower num_kvcache_blocks or kvcache_gib"
-        raise MemoryError(f"no {num_bytes / _GIB:.1f} GiB for the {name} ({error}): {remedy}") from error
+        raise MemoryError(f"no {num_bytes / GIB:.1f} GiB for the {name} ({error}): {remedy}") from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # Linux, which may be set to use large pages unasked
         with suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_NOHUGEPAGE)
