@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 Head = Literal["vocabulary", "classes", "none"]
 
-_CLASSIFIES, _HEADLESS, _GENERATES = "ForSequenceClassification", "Model", ("ForCausalLM", "ForConditionalGeneration")
+_CLASSIFIES, _HEADLESS, _GENERATES = "ForSequenceClassification", "Model", "ForCausalLM"
 _ATTRIBUTE = "nanovllm_head"  # of a configuration whose model is to have no head
 _BIAS = "nanovllm_score_bias"  # of one whose checkpoint has a bias of its classes
 
 
 def generating_name(architecture: str) -> str:
     """The architecture that generates with the same decoder."""
-    for ending in (_CLASSIFIES, _HEADLESS):
+    for ending in (_CLASSIFIES, f"Text{_HEADLESS}", _HEADLESS):  # TextModel: where others see and hear
         if architecture.endswith(ending):
-            return architecture.removesuffix(ending) + _GENERATES[0]
+            return architecture.removesuffix(ending) + _GENERATES
     return architecture
 
 

@@ -79,7 +79,7 @@ class PooledSequence(Sequence):
         """No placeholder: the step in flight gives a vector and no token."""
         self.pending_row = row
 
-    def resolve_pending(self, token_id: int) -> None:
+    def resolve_pending(self, token_id: int) -> int:
         """Take the vector, which has arrived."""
         if self.on_its_way is None:
             raise RuntimeError("a step by hand gives no vectors: use add_request() and step_deltas()")
@@ -90,6 +90,7 @@ class PooledSequence(Sequence):
         self.completion.vector = vector
         self.completion.finish_reason = "stop"
         self.drop_pending()
+        return 0
 
     def drop_pending(self) -> None:
         self.pending_row, self.kept, self.on_its_way = -1, None, None
