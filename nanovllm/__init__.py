@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.formats.format import ConversationFormat
     from nanovllm.engine.text.outputs import (
         ChatDelta,
+        ChoiceScores,
+        ClassOutput,
+        EmbeddingOutput,
         EngineStats,
         ErrorOutput,
+        RankedDocument,
+        RankOutput,
         RequestOutput,
         SampleOutput,
         Score,
@@ -29,6 +34,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.tool_calls import ToolCallSplitter, split_tool_calls
     from nanovllm.llm import LLM
     from nanovllm.models.tokenizer_files import find_tokenizer
+    from nanovllm.pooling_params import PoolingParams
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
@@ -38,12 +44,18 @@ __all__ = [
     "AnswerSplitter",
     "ChatDelta",
     "ChatRenderer",
+    "ChoiceScores",
+    "ClassOutput",
     "Config",
     "Conversation",
     "ConversationFormat",
+    "EmbeddingOutput",
     "EngineStats",
     "ErrorOutput",
+    "PoolingParams",
     "PromptEncoder",
+    "RankOutput",
+    "RankedDocument",
     "ReasoningSplitter",
     "RequestChecker",
     "RequestOutput",
@@ -74,6 +86,7 @@ _MODULES = {
     "Config": "nanovllm.config",
     "Conversation": "nanovllm.engine.text.chat",
     "ConversationFormat": "nanovllm.engine.text.formats.format",
+    "PoolingParams": "nanovllm.pooling_params",
     "PromptEncoder": "nanovllm.engine.text.prompt_encoder",
     "ReasoningSplitter": "nanovllm.engine.text.reasoning",
     "RequestChecker": "nanovllm.engine.checks",
