@@ -111,13 +111,7 @@ class VectorEngine(LLMEngine):
         params = PoolingParams(pooling, normalize, dimensions, "embed")
         pooled = self._sequences.pooled
         pooled.make(params, "")  # Raises at once, with all that is wrong.
-        facts = pooled.sentence_facts
-        if prompt_name is None:
-            return params, (facts.prompts.get(facts.default_prompt or "", ""), False)
-        if not isinstance(prompt_name, str) or prompt_name not in facts.prompts:
-            names = ", ".join(map(repr, facts.prompts)) or "none, because config_sentence_transformers.json has none"
-            raise ValueError(f"prompt_name={quoted(prompt_name)}: the model's names are {names}")
-        return params, (facts.prompts[prompt_name], True)
+        return params, (pooled.sentence_facts.text_before(prompt_name), prompt_name is not None)
 
     # -- classes ---------------------------------------------------------------------------------------------------
 

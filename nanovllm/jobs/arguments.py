@@ -19,6 +19,7 @@ from nanovllm import (
     find_format,
     find_tokenizer,
 )
+from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.reader import ReadPlan
 from nanovllm.jobs.tasks.all_tasks import make_task
@@ -87,6 +88,11 @@ class Arguments:
             self.block_size = self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
             self.max_len = self.engine_options.get("max_model_len", Config.max_model_len)
 
+    @property
+    def line_format(self) -> Columns:
+        """The task's, with the options of lines."""
+        return self.task.line_format
+
     def read_plan(self, inputs: Inputs, is_done: np.ndarray | None = None) -> ReadPlan:
         """is_done: as in `Inputs.lines`."""
         revision = self.engine_options.get("revision")
@@ -134,7 +140,7 @@ class Arguments:
 
     def tell_parameters(self, columns: list[str]) -> None:
         """Say in the log which columns of the input are parameters of their lines."""
-        if names := self.task.line_format.parameter_columns(columns):
+        if names := self.line_format.parameter_columns(columns):
             logger.warning(
                 "Columns that are parameters of their lines: %s (line_parameters=False, or --no-line-parameters, makes "
                 "them data)",

@@ -122,7 +122,7 @@ def check_batch(
         found = scan(inputs, bar.update)
     num_lines = found.num_lines
     if found.first_openai is None and found.columns:
-        arguments.task.line_format.check_columns(found.columns)
+        arguments.line_format.check_columns(found.columns)
     checker = cast(RequestChecker, arguments.checker())
     check_first_lines(arguments, inputs, checker, all_may_fail=True)
     num_good = num_failed = num_prompt_tokens = max_completion_tokens = 0
@@ -165,8 +165,8 @@ def check_batch(
             max_completion_tokens -= prepared.line.most_completion_tokens(checker.max_seq_len)
         if answered.num_lines:
             estimate = _estimate(answered, num_good - len(wrong), replicas or 1, price_per_hour)
-    parameters = arguments.task.line_format.parameter_columns(found.columns)
-    data = [name for name in found.columns if name not in parameters and arguments.task.line_format.copies(name)]
+    parameters = arguments.line_format.parameter_columns(found.columns)
+    data = [name for name in found.columns if name not in parameters and arguments.line_format.copies(name)]
     counts = num_lines, num_failed, num_prompt_tokens, max_completion_tokens
     return Check(*counts, errors, parameters, data, estimate, task)
 

@@ -131,7 +131,7 @@ class GenerateActor:
         )
         self._responder = self._arguments.responder()
         self._engine = start_engine(self._arguments, num_threads, _end_process)
-        self._format: LineFormat = self._arguments.task.line_format  # type: ignore[assignment]
+        self._format: LineFormat = self._arguments.line_format  # type: ignore[assignment]
         self._preparer = self._arguments.task.preparer(
             self._engine.llm.get_tokenizer(), self._arguments.max_len, self._arguments.chat_format
         )

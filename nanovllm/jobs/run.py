@@ -307,7 +307,7 @@ class _Job:
             found = scan(self.inputs, bar.update)
         self.arguments.tell_parameters(found.columns)
         if before is None and found.columns and found.first_openai is None:
-            self.arguments.task.line_format.check_columns(found.columns)
+            self.arguments.line_format.check_columns(found.columns)
         if before is None:
             self._check_lines(all_may_fail=False)
         self.is_continued = before is not None

@@ -29,6 +29,16 @@ class SentenceFacts:
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
 
+    def text_before(self, prompt_name: str | None) -> str:
+        """What is put before each text. prompt_name: None for the default. Raises ValueError for a name that the files
+        do not have."""
+        if prompt_name is None:
+            return self.prompts.get(self.default_prompt or "", "")
+        if not isinstance(prompt_name, str) or prompt_name not in self.prompts:
+            names = ", ".join(map(repr, self.prompts)) or "none, because config_sentence_transformers.json has none"
+            raise ValueError(f"prompt_name={quoted(prompt_name)}: the model's names are {names}")
+        return self.prompts[prompt_name]
+
 
 def is_sentence_model(directory: str) -> bool:
     """Whether a checkpoint is published for embeddings."""
