@@ -24,7 +24,7 @@ from nanovllm.models.model_size import check_layers
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config, similar_presets
 from nanovllm.models.quantization_config import checkpoint_quantization
 from nanovllm.models.registry import model_class
-from nanovllm.models.sentence_files import is_sentence_model
+from nanovllm.models.sentence_files import is_sentence_model, read_sentence_facts
 from nanovllm.utils.checks import is_int, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.rules import check_rules
@@ -144,6 +144,8 @@ class Config(EngineOptions):
         if head == "classes" and self.task == "rerank":
             num_labels = self.hf_config.num_labels
             self._require("task", num_labels == 1, f"classify: the model has {num_labels} labels, and ranks have one")
+        if self.task == "embed":
+            read_sentence_facts(self.model)  # Raises for files that ask for what we do not have.
         if head == "vocabulary" and self.task == "embed":
             self.hf_config = copy(self.hf_config)
             leave_out_head(self.hf_config)
