@@ -16,7 +16,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.formats.format import WeightFormat
-from nanovllm.models.heads import head_of, leave_out_head
+from nanovllm.models.heads import head_of, labels_of, leave_out_head
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
 from nanovllm.models.lora import ADAPTER_FILES, read_settings
 from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
@@ -24,7 +24,7 @@ from nanovllm.models.model_size import check_layers
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config, similar_presets
 from nanovllm.models.quantization_config import checkpoint_quantization
 from nanovllm.models.registry import model_class
-from nanovllm.models.sentence_files import is_sentence_model
+from nanovllm.models.sentence_files import is_sentence_model, read_sentence_facts
 from nanovllm.utils.checks import is_int, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.rules import check_rules
@@ -142,8 +142,10 @@ class Config(EngineOptions):
         }
         self._require("task", self.task in possible[head], f"{' or '.join(possible[head])}: {self._what_it_has(head)}")
         if head == "classes" and self.task == "rerank":
-            num_labels = self.hf_config.num_labels
+            num_labels = len(labels_of(self.hf_config))
             self._require("task", num_labels == 1, f"classify: the model has {num_labels} labels, and ranks have one")
+        if self.task == "embed":
+            read_sentence_facts(self.model)  # Raises for files that ask for what we do not have.
         if head == "vocabulary" and self.task == "embed":
             self.hf_config = copy(self.hf_config)
             leave_out_head(self.hf_config)

@@ -1,6 +1,6 @@
 """What is behind a decoder's final norm: a head of the vocabulary, one that classifies, or none."""
 
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
@@ -41,10 +41,11 @@ def note_score_bias(hf_config: "PreTrainedConfig") -> None:
 
 
 def labels_of(hf_config: "PreTrainedConfig") -> tuple[str, ...]:
-    """The names of a classification head's labels, in order."""
-    names = getattr(hf_config, "id2label", None) or {}
-    named = {int(key): str(name) for key, name in names.items()}
-    return tuple(named.get(i, f"LABEL_{i}") for i in range(hf_config.num_labels))
+    """The names of a classification head's labels, in order. (Workers have a configuration's plain attributes alone,
+    and num_labels is none.)"""
+    names: dict[Any, Any] = getattr(hf_config, "id2label", None) or dict.fromkeys(range(2))
+    named = {int(key): name for key, name in names.items()}
+    return tuple(str(named.get(i) or f"LABEL_{i}") for i in range(len(names)))
 
 
 class NoVocabulary:
@@ -68,4 +69,4 @@ def make_score(hf_config: "PreTrainedConfig") -> nn.Linear | None:
     """The head that classifies, [num_labels, hidden_size]; None if the model does not."""
     if head_of(hf_config) != "classes":
         return None
-    return nn.Linear(hf_config.hidden_size, hf_config.num_labels, bias=getattr(hf_config, _BIAS, False))
+    return nn.Linear(hf_config.hidden_size, len(labels_of(hf_config)), bias=getattr(hf_config, _BIAS, False))

@@ -36,6 +36,10 @@ def make_pooling_checkpoint(
     }
     if family == "qwen3":
         fields["head_dim"] = 32
+    if family == "qwen3_5_text":
+        fields |= {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4}
+        fields |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
+        fields["layer_types"] = ["linear_attention", "full_attention"]
     if num_labels is None:
         model = AutoModel.from_config(AutoConfig.for_model(family, **fields | overrides))
     else:
