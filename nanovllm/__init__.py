@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.streaming import NO_PROMPT
     from nanovllm.engine.text.tool_calls import ToolCallSplitter, split_tool_calls
     from nanovllm.llm import LLM
+    from nanovllm.models.sentence_files import read_sentence_facts
     from nanovllm.models.tokenizer_files import find_tokenizer
     from nanovllm.pooling_params import PoolingParams
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
@@ -71,6 +72,7 @@ __all__ = [
     "find_format",
     "find_tokenizer",
     "opens_reasoning",
+    "read_sentence_facts",
     "split_reasoning",
     "split_tool_calls",
     "with_channels",
@@ -98,6 +100,7 @@ _MODULES = {
     "check_options": "nanovllm.engine.checks",
     "find_format": "nanovllm.engine.text.formats.all_formats",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
+    "read_sentence_facts": "nanovllm.models.sentence_files",
     "opens_reasoning": "nanovllm.engine.text.reasoning",
     "split_reasoning": "nanovllm.engine.text.reasoning",
     "split_tool_calls": "nanovllm.engine.text.tool_calls",

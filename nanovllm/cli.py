@@ -290,8 +290,9 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model on this machine by OpenAI's API",
-        description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and /health "
-        "and /metrics. Needs the extra serve. Ends with Ctrl-C. docs/integrations.md says more.",
+        description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/embeddings and "
+        "/v1/models; also /v1/rerank, /classify, /health and /metrics. Needs the extra serve. Ends with Ctrl-C. "
+        "docs/integrations.md says more.",
     )
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--host", help="the address to listen on (default: 127.0.0.1, this machine alone)")
