@@ -43,10 +43,11 @@ def make_rows(batch: Iterable[tuple[Prepared, Output]], task: Task, responder: R
             continue
         try:
             row = task.row(prepared.id, prepared.line, output, responder)
+            text = row_json(row, task.packs_vectors)
         except ValueError as error:
             rows.append(error_line(prepared, str(error)))
         else:
-            rows.append(Finished(prepared.position, False, row_json(row, task.packs_vectors), *read_answer(row)[1:]))
+            rows.append(Finished(prepared.position, False, text, *read_answer(row)[1:]))
     return rows
 
 

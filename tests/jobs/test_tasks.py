@@ -104,6 +104,20 @@ def test_numbers_are_kept_exactly(job, llm, answers, monkeypatch):
     assert vectors_of(read_folder(answers)).tobytes() == np.stack([exact, exact]).tobytes()
 
 
+def test_numbers_that_are_too_large_are_errors(job, llm, answers, monkeypatch):
+    iterate = llm.embed_iter
+
+    def embed_iter(*args, **options):
+        for index, output in iterate(*args, **options):
+            yield index, {**output, "embedding": np.array([1, 1e6 if index else 1], np.float32)}
+
+    monkeypatch.setattr(llm, "embed_iter", embed_iter, raising=False)
+    rows = [{"id": i, "prompt": f"a block {i}"} for i in range(3)]
+    assert job("embed", rows, normalize=False, embedding_dtype="float16")[1:3] == (1, 2)
+    assert "too large for float16" in read_lines(answers / "_errors.jsonl")[0]["error"]
+    assert read_folder(answers)[0]["embedding"] == [1, 1]
+
+
 def test_options_of_embeddings(job, llm, answers, tmp_path):
     options = {"pooling": "mean", "dimensions": 24}
     job("embed", ROWS, **options, normalize=False)

@@ -96,7 +96,8 @@ class Embed(PooledTask):
 
     def _answer(self, line: PooledLine, outputs: list[Any]) -> Row:
         vector = self._cut(outputs[0]["embedding"], self._dimensions(line))
-        return {"embedding": vector.astype(self.line_format.embedding_dtype)}
+        with np.errstate(over="ignore"):  # What is too large for float16 becomes infinite, which no row may hold.
+            return {"embedding": vector.astype(self.line_format.embedding_dtype)}
 
     def _of_call(self, call: EmbeddingCall, outputs: list[Any]) -> list[Any]:
         size = self._dimensions(PooledLine([], {}, call))

@@ -50,8 +50,8 @@ class Generate(Task):
         errors = checker.check(prompts, [self.line_format.base_params] * len(prompts))
         # A prompt that is too long is refused before its parameters are looked at.
         of_options = [error for error in errors if error is None or str(error).startswith("sampling_params")]
-        if of_options and None not in of_options and of_options[0] is not None:
-            raise of_options[0]
+        if of_options and all(of_options):
+            raise of_options[0]  # type: ignore[misc]
 
     def answer(self, llm: "LLM", lines: Iterator[Prepared | None]) -> Iterator[tuple[Prepared, Output]]:
         from nanovllm import NO_PROMPT
