@@ -2,6 +2,8 @@
 
 import base64
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -319,6 +321,22 @@ def test_every_task_reads_its_lines_by_a_default(llm):
         task = make_task(name, {}, {})
         assert task.name == name
         assert "id" in task.line_format.added_keys
+
+
+def test_the_reading_process_needs_no_torch(llm, tmp_path):
+    """It imports the tasks, and would take seconds more."""
+    lines = [{"id": 1, "prompt": "a block", "query": "a", "document": "b"}]
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from nanovllm.jobs.reader import ReadPlan, read\n"
+        "from nanovllm.jobs.tasks.all_tasks import NAMES, make_task\n"
+        "for name in NAMES:\n"
+        "    plan = ReadPlan([sys.argv[1]], make_task(name, {}, {}), sys.argv[2], None, None, 16, 100)\n"
+        "    print(name, [each.error for batch in read(plan) for each in batch])\n"
+    )
+    command = [sys.executable, "-c", code, str(write_lines(tmp_path / "a.jsonl", lines)), llm.config.model]
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert said.stdout.splitlines() == [f"{name} [None]" for name in NAMES], said.stderr
 
 
 def test_a_look_ahead(llm, ranker, tmp_path):
