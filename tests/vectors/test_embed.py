@@ -155,18 +155,19 @@ def test_an_aborted_request_has_no_vector_and_leaves_no_block(path):
         assert len(llm.embed(PROMPTS, use_tqdm=False)) == len(PROMPTS)
 
 
-def test_a_prompt_that_is_preempted_within_its_chunks_has_the_same_mean(path, reference):
-    """Its sum begins anew: completions take the blocks that its first chunk has filled."""
-    with make_llm(path, num_kvcache_blocks=9, max_num_batched_tokens=32, max_num_seqs=4) as llm:
-        short = [random_prompt(15, seed=i) for i in range(4)]
-        for prompt in short[:3]:
-            llm.add_request(prompt, greedy(40))
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_a_prompt_that_is_preempted_within_its_chunks_has_the_same_vector(path, reference, pooling):
+    """Its sum begins anew: running sequences take the blocks of a prompt that is computed in chunks first."""
+    with make_llm(path, max_num_batched_tokens=24, overlap_steps=False) as llm:
+        llm.add_request(PROMPTS[5], PoolingParams(pooling, normalize=False))
         llm.step()
-        llm.add_request(PROMPTS[5], PoolingParams("mean", normalize=False))
+        seq = llm.scheduler.waiting.popleft()
+        assert seq.num_cached_tokens > 0
+        llm.scheduler.preempt(seq)
         outputs = []
         while not llm.is_finished():
-            outputs += [delta["output"] for delta in llm.step_deltas() if "output" in delta]
-        assert_equal([outputs[0]["embedding"]], [reference.pooled(PROMPTS[5], "mean")])
+            outputs += [delta["output"] for delta in llm.step_deltas()]
+        assert_equal([outputs[0]["embedding"]], [reference.pooled(PROMPTS[5], pooling)])
         assert_idle(llm)
 
 

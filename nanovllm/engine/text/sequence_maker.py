@@ -4,6 +4,7 @@ import secrets
 from array import array
 from collections.abc import Iterable
 from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xxhash import xxh64_intdigest
@@ -34,7 +35,6 @@ class SequenceMaker:
         num_requests: so far; the next request's id.
         encoder: of its prompts.
         detokenizer: None without a tokenizer.
-        pooled: what requests can be asked for that want a vector.
     """
 
     def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase | None", length_limit: LengthLimit):
@@ -48,8 +48,13 @@ class SequenceMaker:
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._length_limit = length_limit
         self._special = SpecialOptions(config, tokenizer, self.detokenizer)
-        self.pooled = PooledRequests(config, tokenizer)
         self._generates = config.task == "generate"
+        self._config, self._tokenizer = config, tokenizer
+
+    @cached_property
+    def pooled(self) -> PooledRequests:
+        """What requests can be asked for that want a vector."""
+        return PooledRequests(self._config, self._tokenizer)
 
     def make_one(self, prompt: Prompt, params: SamplingParams | PoolingParams, streams: bool = False) -> list[Sequence]:
         """The samples of one request. streams: as in make_all. Raises as make_all."""
