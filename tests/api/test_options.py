@@ -27,6 +27,7 @@ from nanovllm.config import Config
 from nanovllm.engine.text.formats.all_formats import FORMATS
 from nanovllm.engine_options import EngineOptions
 from nanovllm.jobs.lines import LineFormat
+from nanovllm.jobs.tasks.embed import EmbedFormat
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.models.presets import preset_config
 from nanovllm.utils.checks import quoted
@@ -316,7 +317,11 @@ OF_LINES = {
     "split_reasoning": flag(converts=False),
     "split_tool_calls": flag(converts=False),
 }
-SPECS = {Config: OF_CONFIG, SamplingParams: OF_SAMPLING_PARAMS, LineFormat: OF_LINES}
+OF_EMBEDDING_LINES = {
+    "id_column": OF_LINES["id_column"],
+    "embedding_dtype": choice("float32", "float16"),
+}
+SPECS = {Config: OF_CONFIG, SamplingParams: OF_SAMPLING_PARAMS, LineFormat: OF_LINES, EmbedFormat: OF_EMBEDDING_LINES}
 SPECS[StructuredOutputsParams] = OF_STRUCTURED_OUTPUTS
 SPECS[PoolingParams] = {
     "pooling": choice("auto", "last", "mean", "cls"),
@@ -342,7 +347,7 @@ OPTIONS = [pytest.param(cls, name, id=f"{cls.__name__}-{name}") for cls in SPECS
 def test_every_option_has_rules_and_a_row():
     for cls, specs in SPECS.items():
         assert set(declared(cls)) == set(specs)
-        if cls is not LineFormat:  # Some options of lines are checked by what reads them.
+        if cls not in (LineFormat, EmbedFormat):  # Some options of lines are checked by what reads them.
             assert set(specs) == {field.name for field in dataclasses.fields(cls)}
 
 
