@@ -9,10 +9,14 @@ import numpy as np
 import pytest
 from checkpoints import make_llm
 from job_files import ReadHere, by_id, interrupted_after, prompts, read_folder, read_lines, write_lines
+from thread_replicas import ThreadReplicas
 from vector_checkpoints import add_sentence_files, make_pooling_checkpoint
 
 from nanovllm.cli import main
+from nanovllm.engine.replicas import replicated_engine
 from nanovllm.jobs import check_batch, job_status, part_writer, run_batch, work
+from nanovllm.jobs.generate_actor import SharedEngine
+from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.tasks.all_tasks import NAMES, make_task
 
 ROWS = prompts(12)
@@ -206,6 +210,41 @@ def test_order_is_kept(job, answers, monkeypatch):
     rows = [{"id": i, "prompt": f"a block {i}"} for i in range(12)]  # too short to be grouped
     assert job("embed", rows, ordered=True).num_answered == 12
     assert [row["id"] for row in read_folder(answers)] == list(range(12))
+
+
+def test_several_engines_share_a_job(path, llm, job, answers, monkeypatch):
+    """The replicas are threads here."""
+    monkeypatch.setattr(replicated_engine, "Replicas", ThreadReplicas)
+    options = {"max_model_len": 200, "skip_tokenizer_init": False, "max_num_seqs": 4}
+    with make_llm(path, data_parallel_size=2, **options) as replicated:
+        assert job("embed", ROWS, model=replicated).num_answered == 12
+    rows = {row["id"]: row for row in read_folder(answers)}
+    np.testing.assert_allclose(vectors_of([rows[row["id"]] for row in ROWS]), embedded(llm, TEXTS), atol=1e-5)
+
+
+@pytest.mark.nightly
+def test_engines_on_ray(cluster, path, llm, job, answers):
+    options = {"max_model_len": 200, "kvcache_block_size": 16, "num_kvcache_blocks": 64}
+    assert job("embed", ROWS, model=path, replicas=2, **options).num_answered == 12
+    rows = {row["id"]: row for row in read_folder(answers)}
+    np.testing.assert_allclose(vectors_of([rows[row["id"]] for row in ROWS]), embedded(llm, TEXTS), atol=1e-5)
+
+
+def test_lines_of_several_threads_share_an_engine(path, llm):
+    """As in an actor of Ray, whose engine waits for lines."""
+    task = make_task("embed", {}, {})
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=200) as fresh:
+        engine = SharedEngine(fresh, task)
+        for start in (0, 6):  # It waits in between.
+            lines = [task.read(row)._replace(inputs=[row["prompt"]]) for row in ROWS[start : start + 6]]
+            given = [
+                Prepared(i, row["id"], "", i, line, None)
+                for i, (row, line) in enumerate(zip(ROWS, lines, strict=False))
+            ]
+            outputs = [output for _, output in engine.answer(given)]
+            found = np.stack([output["outputs"][0]["embedding"] for output in outputs])
+            np.testing.assert_allclose(found, embedded(llm, TEXTS[start : start + 6]), atol=1e-5)
+            assert {task.num_tokens(output) > 0 for output in outputs} == {True}
 
 
 def test_requests_of_openai(job, llm, answers):
