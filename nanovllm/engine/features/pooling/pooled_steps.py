@@ -79,9 +79,8 @@ class PooledSteps(LogitSteps):
         starts = cast(Tensor, context.cu_seqlens_q).long()
         if pool.pooling == "cls":
             return hidden_states[starts[:-1]].float() * model.hidden_scale
-        sums = torch.segment_reduce(
-            hidden_states.float(), "sum", offsets=starts, axis=0, unsafe=True
-        )  # No check, which would wait.
+        # Its checks would wait for the device.
+        sums = torch.segment_reduce(hidden_states.float(), "sum", offsets=starts, axis=0, unsafe=True)
         return sums * model.hidden_scale
 
     def _hand_out(self, step: Step, vectors: dict[Pool, Tensor], is_alone: bool) -> None:
