@@ -70,7 +70,8 @@ class PooledSteps(LogitSteps):
         model = self._model
         if pool.token_ids:
             logits = self._full_logits(last)
-            return logits[:, list(pool.token_ids)].float()
+            # Not by a list of indices, which would be copied to the device, and waited for.
+            return torch.stack([logits[:, token] for token in pool.token_ids], dim=1).float()
         if model.lm_head is None:
             last = model.compute_logits(last)  # Of a model without any head, these are the hidden states themselves.
         if pool.pooling == "last":
@@ -78,7 +79,8 @@ class PooledSteps(LogitSteps):
         starts = cast(Tensor, context.cu_seqlens_q).long()
         if pool.pooling == "cls":
             return hidden_states[starts[:-1]].float() * model.hidden_scale
-        sums = torch.segment_reduce(hidden_states.float(), "sum", offsets=starts, axis=0)
+        # Its checks would wait for the device.
+        sums = torch.segment_reduce(hidden_states.float(), "sum", offsets=starts, axis=0, unsafe=True)
         return sums * model.hidden_scale
 
     def _hand_out(self, step: Step, vectors: dict[Pool, Tensor], is_alone: bool) -> None:
