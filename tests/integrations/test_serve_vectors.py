@@ -167,6 +167,7 @@ def test_the_text_that_a_model_puts_before_others(tmp_path):
         ("/v1/embeddings", {"input": ""}, "not empty"),
         ("/v1/embeddings", {"input": ["a", ""]}, "input[1]=''"),
         ("/v1/embeddings", {"input": []}, "input=[]"),
+        ("/v1/embeddings", {"input": ["a"] * 2049}, "2049 texts in one call: must be at most 2048"),
         ("/v1/embeddings", {"input": "a", "dimensions": 0}, "dimensions=0"),
         ("/v1/embeddings", {"input": "a", "dimensions": 65}, "dimensions=65: must be in 1..64"),
         ("/v1/embeddings", {"input": "a", "encoding_format": "int8"}, "encoding_format='int8'"),

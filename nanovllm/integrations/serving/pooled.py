@@ -10,6 +10,8 @@ from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.openai_format.pooled_calls import EmbeddingCall, PooledCall, RankCall
 from nanovllm.openai_format.request_names import Row
 
+MAX_INPUTS = 2048  # of a call, as OpenAI has it: the engine's thread tokenizes them between two steps
+
 
 class PooledSubmission(Submission):
     """The inputs of a call. Whether the model can serve them is seen when the engine gets them."""
@@ -40,6 +42,10 @@ class PooledServerCall:
     def __init__(self, kind: type[PooledCall], body: Row):
         """Raises ValueError or TypeError with what cannot be served."""
         self._call = kind.read(body)
+        if (num := len(self._call.inputs)) > MAX_INPUTS:
+            raise ValueError(
+                f"{num} texts in one call: must be at most {MAX_INPUTS}; divide them, or run a job on a file"
+            )
         self.submission = PooledSubmission(self._call)
         self.record = CallRecord()
 

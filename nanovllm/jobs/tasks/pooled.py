@@ -2,7 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -247,5 +247,6 @@ class TextFormat(Columns):
         """Raises ValueError with what is wrong with the row."""
         name, value = self._prompt(row)
         if name == "prompt_token_ids" and isinstance(value, str):
-            value = parse_json(value)
+            with suppress(ValueError):
+                value = parse_json(value)
         return PooledLine([read_text_or_tokens(value, name or "template")], self.data(row))
