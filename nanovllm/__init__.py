@@ -16,8 +16,13 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.formats.format import ConversationFormat
     from nanovllm.engine.text.outputs import (
         ChatDelta,
+        ChoiceScores,
+        ClassOutput,
+        EmbeddingOutput,
         EngineStats,
         ErrorOutput,
+        RankedDocument,
+        RankOutput,
         RequestOutput,
         SampleOutput,
         Score,
@@ -28,7 +33,9 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.streaming import NO_PROMPT
     from nanovllm.engine.text.tool_calls import ToolCallSplitter, split_tool_calls
     from nanovllm.llm import LLM
+    from nanovllm.models.sentence_files import read_sentence_facts
     from nanovllm.models.tokenizer_files import find_tokenizer
+    from nanovllm.pooling_params import PoolingParams
     from nanovllm.sampling_params import SamplingParams, StructuredOutputsParams
 
 __all__ = [
@@ -38,12 +45,18 @@ __all__ = [
     "AnswerSplitter",
     "ChatDelta",
     "ChatRenderer",
+    "ChoiceScores",
+    "ClassOutput",
     "Config",
     "Conversation",
     "ConversationFormat",
+    "EmbeddingOutput",
     "EngineStats",
     "ErrorOutput",
+    "PoolingParams",
     "PromptEncoder",
+    "RankOutput",
+    "RankedDocument",
     "ReasoningSplitter",
     "RequestChecker",
     "RequestOutput",
@@ -59,6 +72,7 @@ __all__ = [
     "find_format",
     "find_tokenizer",
     "opens_reasoning",
+    "read_sentence_facts",
     "split_reasoning",
     "split_tool_calls",
     "with_channels",
@@ -74,6 +88,7 @@ _MODULES = {
     "Config": "nanovllm.config",
     "Conversation": "nanovllm.engine.text.chat",
     "ConversationFormat": "nanovllm.engine.text.formats.format",
+    "PoolingParams": "nanovllm.pooling_params",
     "PromptEncoder": "nanovllm.engine.text.prompt_encoder",
     "ReasoningSplitter": "nanovllm.engine.text.reasoning",
     "RequestChecker": "nanovllm.engine.checks",
@@ -85,6 +100,7 @@ _MODULES = {
     "check_options": "nanovllm.engine.checks",
     "find_format": "nanovllm.engine.text.formats.all_formats",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
+    "read_sentence_facts": "nanovllm.models.sentence_files",
     "opens_reasoning": "nanovllm.engine.text.reasoning",
     "split_reasoning": "nanovllm.engine.text.reasoning",
     "split_tool_calls": "nanovllm.engine.text.tool_calls",

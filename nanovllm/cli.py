@@ -123,6 +123,8 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("-i", "--input", **several, required=True, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
     add("-o", "--output", metavar="FOLDER", help="where the answers go, or one file (answers.jsonl)")
     add("model", metavar="MODEL", help="a directory or a hub id")
+    help = "what is done with lines: vectors, classes, ranks, or texts (default: generate)"
+    add("--task", choices=("generate", "embed", "classify", "rerank"), help=help)
     add("--format", choices=("jsonl", "parquet"), help="of the answers (default: Parquet for an input of Parquet)")
     add("--prompt-column", metavar="NAME", help="the column of the prompt (default: prompt or messages)")
     add("--id-column", metavar="NAME", help="the column of the id (default: id)")
@@ -146,6 +148,17 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--price-per-hour", type=float, metavar="PRICE", help="of all that the job runs on: say what the job costs")
     add("--replicas", type=int, metavar="N", help="run N engines by Ray, each on tensor_parallel_size GPUs")
     add("--ray-address", metavar="ADDRESS", help="run on this Ray cluster, such as 'auto' (default: this machine)")
+    vectors = parser.add_argument_group("--task embed and rerank")
+    help = "of which tokens a vector is made: auto, last, mean or cls (default: as the model's files say)"
+    vectors.add_argument("--pooling", metavar="NAME", help=help)
+    help = "leave vectors as long as they are, instead of scaling them to length 1"
+    vectors.add_argument("--no-normalize", dest="normalize", action="store_false", default=None, help=help)
+    vectors.add_argument("--dimensions", type=int, metavar="N", help="the first N numbers of each vector alone")
+    help = "the name of the text that the model puts before each text, such as query"
+    vectors.add_argument("--prompt-name", metavar="NAME", help=help)
+    help = "the type of the numbers: float32 or float16 (default: float32)"
+    vectors.add_argument("--embedding-dtype", metavar="NAME", help=help)
+    vectors.add_argument("--instruction", metavar="TEXT", help="of --task rerank: what queries are for")
     sampling = parser.add_argument_group("sampling, for lines without their own (docs/reference.md)")
     sampling.add_argument("--max-tokens", type=int, metavar="N", help="default: 64; of OpenAI's requests: no limit")
     sampling.add_argument("--seed", type=int, metavar="N", help="makes all answers reproducible")
@@ -277,9 +290,9 @@ def _add_serve(commands: Any) -> None:
     parser = commands.add_parser(
         "serve",
         help="serve a model on this machine by OpenAI's API",
-        description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/models, and /health "
-        "and /metrics; with --batches also /v1/files and /v1/batches. Needs the extra serve. Ends with Ctrl-C. "
-        "docs/integrations.md says more.",
+        description="Serve a model by OpenAI's API: /v1/chat/completions, /v1/completions, /v1/embeddings, /v1/models, "
+        "and with --batches /v1/files and /v1/batches; also /v1/rerank, /classify, /health and /metrics. Needs the "
+        "extra serve. Ends with Ctrl-C. docs/integrations.md says more.",
     )
     parser.add_argument("model", help="a directory or a hub id")
     parser.add_argument("--host", help="the address to listen on (default: 127.0.0.1, this machine alone)")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from copy import copy
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.formats.format import WeightFormat
+from nanovllm.models.heads import head_of, labels_of, leave_out_head
 from nanovllm.models.hf_config import check_hf_config, check_token_ids, read_hf_config, supported_length
 from nanovllm.models.lora import ADAPTER_FILES, read_settings
 from nanovllm.models.model_files import OTHER_FILES, WEIGHT_FILES, download, find_directory, read_json
@@ -22,6 +24,7 @@ from nanovllm.models.model_size import check_layers
 from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config, similar_presets
 from nanovllm.models.quantization_config import checkpoint_quantization
 from nanovllm.models.registry import model_class
+from nanovllm.models.sentence_files import is_sentence_model, read_sentence_facts
 from nanovllm.utils.checks import is_int, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.rules import check_rules
@@ -43,7 +46,8 @@ class Config(EngineOptions):
 
     The checks change some: `model` becomes a str, the directory or the published shape. `device` becomes "cuda" or
     "cpu", `dtype`, `kv_cache_dtype` and `state_dtype` a torch.dtype, and `eos` a tuple. `tokenizer` and `lora` become
-    directories, or None if there is none. `max_model_len` becomes a number, and `hf_config` the model's.
+    directories, or None if there is none. `max_model_len` becomes a number, `task` one of the others than "auto", and
+    `hf_config` the model's.
 
     Attributes that the checks set:
         hub_id: the model as it is called on the hub; None for a directory or a published shape.
@@ -63,6 +67,7 @@ class Config(EngineOptions):
         self._convert()
         check_rules(self)
         self._resolve_model()
+        self._resolve_task()
         if self.plain:
             self._check_plain()
         self._resolve_device()
@@ -121,6 +126,37 @@ class Config(EngineOptions):
         if self.hf_config is None:
             where, self.hf_config = str(Path(self.model, "config.json")), read_hf_config(self.model)
         check_hf_config(self.hf_config, where)
+
+    def _resolve_task(self) -> None:
+        """Find what the engine is for, and leave out the head of a model that is to have none. What a checkpoint with a
+        head of the vocabulary can do, its files may narrow: embedding models are published with the names of others."""
+        head = head_of(self.hf_config)
+        is_for_sentences = head == "vocabulary" and is_sentence_model(self.model)
+        if self.task == "auto":
+            is_embedder = head == "none" or (is_for_sentences and not self.plain and self.speculation is None)
+            self.task = "classify" if head == "classes" else "embed" if is_embedder else "generate"
+        possible = {
+            "vocabulary": ("generate", "embed", "rerank"),
+            "none": ("embed",),
+            "classes": ("classify", "rerank"),
+        }
+        self._require("task", self.task in possible[head], f"{' or '.join(possible[head])}: {self._what_it_has(head)}")
+        if head == "classes" and self.task == "rerank":
+            num_labels = len(labels_of(self.hf_config))
+            self._require("task", num_labels == 1, f"classify: the model has {num_labels} labels, and ranks have one")
+        if self.task == "embed":
+            read_sentence_facts(self.model)  # Raises for files that ask for what we do not have.
+        if head == "vocabulary" and self.task == "embed":
+            self.hf_config = copy(self.hf_config)
+            leave_out_head(self.hf_config)
+
+    def _what_it_has(self, head: str) -> str:
+        name = (getattr(self.hf_config, "architectures", None) or ["the model"])[0]
+        return {
+            "vocabulary": f"{name} has a head that generates, and none that classifies",
+            "none": f"{name} has no head",
+            "classes": f"{name} has a head that classifies; its base model generates or embeds",
+        }[head]
 
     def _check_plain(self) -> None:
         """Raises ValueError for what the plain model does not do. It has the simple loop: no step overlaps another."""

@@ -37,6 +37,7 @@ KVCacheScales = Literal["auto", "checkpoint", "calibrated", "one"]
 StateDType = Literal["float32", "bfloat16"]
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
 LoadFormat = Literal["auto", "dummy"]
+Task = Literal["auto", "generate", "embed", "classify", "rerank"]
 AttentionBackend = Literal["auto", "flash_attn", "triton", "torch"]
 Speculation = Literal["suffix"]
 Quantization = Literal["fp8", "int4", "mxfp4"]
@@ -123,6 +124,14 @@ _OF_ONE_RANK = together(
 )
 _SPECULATION = one_of(*get_args(Speculation))._replace(allowed="None or one of suffix")
 _NOT_PLAIN = together(lambda options: not options.plain, "None with plain=True")
+_GENERATES = "auto", "generate"
+_GENERATES_IF_PLAIN = together(
+    lambda options: not options.plain or options.task in _GENERATES, "'generate' or 'auto' with plain=True"
+)
+_GENERATES_IF_SPECULATIVE = together(
+    lambda options: options.speculation is None or options.task in _GENERATES,
+    lambda options: f"'generate' or 'auto' with speculation={options.speculation!r}",
+)
 _IF_USED = together(
     lambda options: not options.skip_tokenizer_init, "None with skip_tokenizer_init=True, which loads no tokenizer"
 )
@@ -188,6 +197,13 @@ class EngineOptions:
     )
     lora: Any = _option(None, "a LoRA adapter to merge while loading: a PEFT folder or hub id", _ADAPTER, _OF_FILES)
     load_format: LoadFormat = _option("auto", "dummy: random weights", one_of(*get_args(LoadFormat)))
+    task: Task = _option(
+        "auto",
+        "what the engine is for: generate, embed, classify or rerank; by default what the checkpoint can do",
+        one_of(*get_args(Task)),
+        _GENERATES_IF_PLAIN,
+        _GENERATES_IF_SPECULATIVE,
+    )
     attention_backend: AttentionBackend = _speed_option(
         "auto", "what computes attention", one_of(*get_args(AttentionBackend))
     )

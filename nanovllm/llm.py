@@ -12,7 +12,7 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.engine_lock import User
-from nanovllm.engine.llm_engine import BY_HAND, LLMEngine, OnError
+from nanovllm.engine.llm_engine import BY_HAND, OnError
 from nanovllm.engine.replicas.replicated_engine import ReplicatedEngine
 from nanovllm.engine.text.chat import Conversation, Tool, as_conversations, misplaced_chat_option
 from nanovllm.engine.text.chat_answers import ChatAnswers, chat_deltas
@@ -22,20 +22,17 @@ from nanovllm.engine.text.outputs import ChatDelta, ErrorOutput, RequestOutput, 
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
 from nanovllm.engine.text.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.text.streaming import PromptFeed, new_deltas
+from nanovllm.engine.vectors import BATCHES_AHEAD, VectorEngine
 from nanovllm.models.loader import TensorFacts, checked_tensors
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted, require
 from nanovllm.utils.collector import old_objects_set_aside
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options, takes_options_of
 
-# generate_iter(ordered=True) takes at most this many times max_num_seqs prompts ahead of the next result: results may
-# wait for a slow one only as long as the batch stays full.
-BATCHES_AHEAD = 8
-
 PROMPTS_AT_ONCE = 32  # taken by generate_iter
 
 
-class LLM(LLMEngine):
+class LLM(VectorEngine):
     """Offline batch inference: `LLM(model).generate(prompts, sampling_params)`.
 
     One call works at a time: while a stream or an iterator is half read, all other calls raise RuntimeError. Closing or

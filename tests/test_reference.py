@@ -10,8 +10,12 @@ import pytest
 from nanovllm import (
     LLM,
     ChatDelta,
+    ClassOutput,
+    EmbeddingOutput,
     EngineStats,
     ErrorOutput,
+    PoolingParams,
+    RankOutput,
     RequestOutput,
     SamplingParams,
     StreamDelta,
@@ -37,6 +41,7 @@ def names(cell: str) -> list[str]:
     [
         ("## Options of", Config),
         ("## `SamplingParams`", SamplingParams),
+        ("## `PoolingParams`", PoolingParams),
         ("`StructuredOutputsParams` takes exactly", StructuredOutputsParams),
     ],
 )
@@ -76,6 +81,11 @@ def test_result_keys(after, cls):
 def test_keys_that_other_results_have():
     added = ChatDelta.__annotations__.keys() - StreamDelta.__annotations__.keys()
     assert sorted(name for key, _ in rows("`ChatDelta`, from") for name in names(key)) == sorted(added)
+    counts = {name for key, _ in rows("`EmbeddingOutput`, from") for name in names(key)}
+    assert counts == EmbeddingOutput.__annotations__.keys()
+    for cls in (ClassOutput, RankOutput):
+        own = {name for key, _ in rows(f"`{cls.__name__}`, from") for name in names(key)}
+        assert own == cls.__annotations__.keys() - counts
     assert ErrorOutput.__annotations__.keys() == RequestOutput.__required_keys__ | {"error"}
 
 

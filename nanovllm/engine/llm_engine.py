@@ -26,6 +26,7 @@ from nanovllm.engine.text.prompts import Prompt, as_prompts, params_per_prompt
 from nanovllm.engine.text.results import Results
 from nanovllm.engine.text.sequence_maker import SequenceMaker
 from nanovllm.models.tokenizer_files import load_tokenizer
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams, misplaced_option
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.collector import old_objects_set_aside
@@ -266,10 +267,14 @@ class LLMEngine:
     # -- requests by hand --------------------------------------------------------------------------------------------
 
     @explains_unknown_options(HINTS["generate"], misplaced_option)
-    def add_request(self, prompt: Prompt, sampling_params: SamplingParams | None = None, streams: bool = False) -> int:
+    def add_request(
+        self, prompt: Prompt, sampling_params: SamplingParams | PoolingParams | None = None, streams: bool = False
+    ) -> int:
         """Queue one prompt, in any form that generate accepts, for `step` or `step_deltas`. Returns its request id.
 
-        streams: whether step_deltas gives its text as it comes, and not whole with the last delta.
+        Args:
+            sampling_params: or PoolingParams, for a vector, which step_deltas gives.
+            streams: whether step_deltas gives its text as it comes, and not whole with the last delta.
 
         Raises ValueError or TypeError as generate does, and RuntimeError after exit() or while a generate(), stream()
         or generate_iter() is under way.

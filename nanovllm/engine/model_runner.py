@@ -14,9 +14,8 @@ from torch import Tensor
 
 from nanovllm.config import Config
 from nanovllm.engine.batch_sizes import graph_batch_sizes, mixed_batch_sizes
-from nanovllm.engine.features.logits.logit_steps import LogitSteps
-from nanovllm.engine.features.logits.logprobs import prompt_rows
 from nanovllm.engine.features.logits.thinking import reads_tokens
+from nanovllm.engine.features.pooling.pooled_steps import PooledSteps
 from nanovllm.engine.inputs import ModelInputs, padded_block_tables, send_prefill, write_prefill
 from nanovllm.engine.ranks.ranks import ENDED, Ranks, device_of_rank
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
@@ -79,7 +78,7 @@ class ModelRunner:
             self.tp = self.event.meet(type(self))
             self._use_parts(build_model(config, self.tp, self.device))
             self.step_graphs = StepGraphs(self.device)
-            self.logit_steps = LogitSteps(config, self.model, self.decode_inputs, self.step_graphs, self.tp)
+            self.logit_steps = PooledSteps(config, self.model, self.decode_inputs, self.step_graphs, self.tp)
             start.load_weights()
             self.warmup_model()
             self.allocate_kv_cache()
@@ -267,7 +266,7 @@ class ModelRunner:
         if not all(map(_IS_PLAIN, step.seqs)):
             step.needs_logits = True
             step.waits_for_tokens = self.rank == 0 and any(map(reads_tokens, step.seqs))
-            step.extras["prompt rows"] = prompt_rows(step.seqs) if step.is_prefill else []
+            step.extras |= self.logit_steps.rows_of_prompts(step)
         if step.is_prefill:
             write_prefill(step, rows, self.block_size, self.decode_inputs.columns)
             return

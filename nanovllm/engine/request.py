@@ -27,6 +27,11 @@ class Request:
     stop_tokens: dict[int, str] = field(default_factory=dict)
     end_token_ids: frozenset[int] = frozenset()
 
+    @property
+    def asked(self) -> Any:
+        """What makes the same request again: SamplingParams, or PoolingParams."""
+        return self.params
+
 
 @dataclass(eq=False, slots=True)
 class Completion:
@@ -48,6 +53,7 @@ class Completion:
         finish_reason: "stop", "length", "abort" or "error".
         stop_reason: the stop string or the token of stop_token_ids that ended it.
         error: why finish_reason is or will be "error".
+        vector: float32 [size], of a request that asks for one instead of tokens (engine.features.pooling).
     """
 
     sample: int = 0
@@ -63,6 +69,7 @@ class Completion:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    vector: Any = None
     arrival_time: float = 0.0
     scheduled_time: float | None = None
     first_token_time: float | None = None

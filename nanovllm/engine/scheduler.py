@@ -268,21 +268,19 @@ class Scheduler:
             The sequences that finished.
         """
         finished = []
-        num_ignored = 0
+        num_new = 0
         logprobs = None if step.logprobs is None else step.logprobs.of_samples
         seqs = step.seqs if seqs is None else seqs
         for row, seq in enumerate(seqs) if rows is None else zip(rows, seqs, strict=True):
             if seq.pending_row != row:  # Its prefill goes on, or it had ended before.
-                num_ignored += 1
                 continue
             token_id = token_ids[row]
             is_end = token_id in seq.request.end_token_ids
             if is_end and token_id == NON_FINITE:
                 seq.completion.error = step.errors.get(row)
                 self._fail(seq)
-                num_ignored += 1
             else:
-                seq.resolve_pending(token_id)
+                num_new += seq.resolve_pending(token_id)
                 if logprobs is not None and seq.completion.logprobs is not None and row in logprobs:
                     seq.completion.logprobs.append(logprobs[row])
                 if is_end:
@@ -294,7 +292,7 @@ class Scheduler:
         if self._has_finished:
             self._drop_finished()
         self._watches_text = self._watches_text and not self.is_finished()
-        self.num_generated_tokens += len(seqs) - num_ignored
+        self.num_generated_tokens += num_new
         return finished
 
     def _stop_at_texts(self, seqs: list[Sequence]) -> list[Sequence]:

@@ -142,10 +142,11 @@ class Sequence:
         self.num_tokens += 1
         self.pending_row = row
 
-    def resolve_pending(self, token_id: int) -> None:
-        """Replace the placeholder by the sampled token."""
+    def resolve_pending(self, token_id: int) -> int:
+        """Replace the placeholder by the sampled token. Returns how many tokens that gives, 1."""
         self.token_ids[-1] = self.last_token = token_id
         self.pending_row = -1
+        return 1
 
     def drop_pending(self) -> None:
         """Remove the placeholder, if there is one: its token will be ignored."""

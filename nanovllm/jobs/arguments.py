@@ -19,9 +19,10 @@ from nanovllm import (
     find_format,
     find_tokenizer,
 )
+from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadPlan
+from nanovllm.jobs.tasks.all_tasks import make_task
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.openai_format.request_names import SAMPLING_OPTIONS, Row
 from nanovllm.utils.checks import require
@@ -34,7 +35,7 @@ Model = str | os.PathLike[str] | LLM
 
 # A job may go on with other values of these.
 _OF_SPEED = {field.name for field in fields(Config) if field.metadata.get("is_for_speed")}
-_NOT_OF_JOBS = {"model", "seed", "skip_tokenizer_init"}
+_NOT_OF_JOBS = {"model", "seed", "skip_tokenizer_init", "task"}
 # For a check that loads no weights, and downloads none.
 _WITHOUT_WEIGHTS: Row = {"load_format": "dummy", "lora": None}
 
@@ -50,7 +51,7 @@ class Arguments:
     """Checked options.
 
     Attributes:
-        line_format: of the options of lines.
+        task: what is done with lines, with its options.
         model, engine_options: what `engine` makes an LLM of.
         model_name: the model's directory or hub id.
         tokenizer: a directory or a hub id.
@@ -59,16 +60,19 @@ class Arguments:
         chat_format: the name of the format of answers to chats; None: found.
     """
 
-    def __init__(self, model: Model, options: Row, **of_lines: Any):
-        """options: of SamplingParams and of the engine. of_lines: of LineFormat. Raises ValueError or TypeError."""
+    def __init__(self, model: Model, options: Row, task: str = "generate", **of_lines: Any):
+        """options: of SamplingParams and of the engine. task, of_lines: of `make_task`. Raises ValueError or
+        TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
-        self.line_format = LineFormat(sampling, **of_lines)
+        self.task = make_task(task, sampling, of_lines)
         self.model = model
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
         known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
         for name in self.engine_options:
             if name not in known:
                 raise unknown_option(name, [*known, *SAMPLING_OPTIONS], HINTS["Config"])
+        if not isinstance(model, LLM):
+            self.engine_options |= self.task.engine_options()
         if isinstance(model, LLM):
             if self.engine_options:
                 raise TypeError(f"{next(iter(self.engine_options))!r}: model is an LLM, which has its options already")
@@ -84,12 +88,17 @@ class Arguments:
             self.block_size = self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
             self.max_len = self.engine_options.get("max_model_len", Config.max_model_len)
 
+    @property
+    def line_format(self) -> Columns:
+        """The task's, with the options of lines."""
+        return self.task.line_format
+
     def read_plan(self, inputs: Inputs, is_done: np.ndarray | None = None) -> ReadPlan:
         """is_done: as in `Inputs.lines`."""
         revision = self.engine_options.get("revision")
         return ReadPlan(
             inputs.paths,
-            self.line_format,
+            self.task,
             self.tokenizer,
             revision,
             is_done,
@@ -112,8 +121,14 @@ class Arguments:
             Config(model, **{"tokenizer": self.tokenizer} | self.engine_options | {"device": "cpu"} | _WITHOUT_WEIGHTS)
 
     def checker(self, is_elsewhere: bool = False) -> RequestChecker | None:
-        """Of requests; needs no GPU and no weights. None if only other machines have the model. is_elsewhere: as in
-        check_engine."""
+        """Of requests; needs no GPU and no weights. None if only other machines have the model. From here on the task
+        has what it needs to know of the model. is_elsewhere: as in check_engine."""
+        checker = self._checker(is_elsewhere)
+        if checker is not None:
+            self.task = self.task.of_model(checker)
+        return checker
+
+    def _checker(self, is_elsewhere: bool) -> RequestChecker | None:
         if isinstance(self.model, LLM):
             return RequestChecker(self.model.config, self.model.scheduler.length_limit.num_blocks)
         options = {"tokenizer": self.tokenizer} | self.engine_options | _WITHOUT_WEIGHTS
@@ -136,7 +151,7 @@ class Arguments:
         load: Any = partial(find_tokenizer, self.tokenizer, self.engine_options.get("revision"))
         if isinstance(self.model, LLM):
             load = self.model.get_tokenizer
-        template = self.line_format.chat_template
+        template = getattr(self.task.line_format, "chat_template", None)
         return Responder(self.model_name, load, partial(answer_format, template=template, name=self.chat_format))
 
     def engine(self) -> AbstractContextManager[LLM]:
@@ -147,7 +162,7 @@ class Arguments:
         """All that answers depend on."""
         path = os.path.expanduser(self.model_name)
         options: Row = {name: value for name, value in self.engine_options.items() if name not in _OF_SPEED}
-        options |= self.line_format.sampling | self.line_format.given()
+        options |= self.task.describe()
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
 
 

@@ -11,9 +11,10 @@ from nanovllm import RequestChecker
 from nanovllm.jobs.arguments import Arguments, Model, line_bar
 from nanovllm.jobs.first_lines import check_first_lines, error_of_call
 from nanovllm.jobs.inputs import Inputs, find_files, scan
-from nanovllm.jobs.lines import Line, Row, num_completion_tokens
+from nanovllm.jobs.lines import Row
+from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Progress, generated
-from nanovllm.jobs.reader import Prepared, read
+from nanovllm.jobs.reader import read
 from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.writer import error_row
 from nanovllm.utils.checks import is_int, require
@@ -54,12 +55,14 @@ class Check(NamedTuple):
     parameters: list[str]  # columns that are parameters of their lines
     data: list[str]  # other columns, which answers repeat
     estimate: Estimate | None  # with a sample, unless none of its lines could be answered
+    task: str = "generate"
 
 
 def check_batch(
     input: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
     model: Model,
     *,
+    task: str = "generate",
     prompt_column: str | None = None,
     id_column: str = "id",
     template: str | None = None,
@@ -69,6 +72,12 @@ def check_batch(
     line_parameters: bool = True,
     split_reasoning: bool = False,
     split_tool_calls: bool = False,
+    pooling: str = "auto",
+    normalize: bool = True,
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
+    embedding_dtype: str = "float32",
+    instruction: str | None = None,
     sample: int | None = None,
     replicas: int | None = None,
     price_per_hour: float | None = None,
@@ -91,6 +100,7 @@ def check_batch(
     arguments = Arguments(
         model,
         options,
+        task,
         prompt_column=prompt_column,
         id_column=id_column,
         template=template,
@@ -100,6 +110,12 @@ def check_batch(
         line_parameters=line_parameters,
         split_reasoning=split_reasoning,
         split_tool_calls=split_tool_calls,
+        pooling=pooling,
+        normalize=normalize,
+        dimensions=dimensions,
+        prompt_name=prompt_name,
+        embedding_dtype=embedding_dtype,
+        instruction=instruction,
     )
     inputs = Inputs(find_files(input), id_column=id_column)
     with line_bar("Checking ids", use_tqdm) as bar:
@@ -111,7 +127,7 @@ def check_batch(
     check_first_lines(arguments, inputs, checker, all_may_fail=True)
     num_good = num_failed = num_prompt_tokens = max_completion_tokens = 0
     errors: list[Row] = []
-    chosen: list[Prepared] = []
+    chosen: list[tuple[Prepared, int]] = []  # with their prompt tokens
     rng = random.Random(0)
 
     def refuse(prepared: Prepared, error: str) -> None:
@@ -123,68 +139,62 @@ def check_batch(
     with line_bar("Checking prompts", use_tqdm, num_lines) as bar:
         for batch in read(arguments.read_plan(inputs)):
             lines = [each.line for each in batch if each.line is not None]
-            prompts: list[Any] = [line.prompt for line in lines]
-            checked = iter(checker.check(prompts, [line.params for line in lines]))
+            checked = iter(arguments.task.check(checker, lines))
             for prepared in batch:
                 line = prepared.line
-                error = prepared.error if line is None else next(checked)
-                if isinstance(error, ImportError):
-                    raise error_of_call(error)
-                if line is not None and error is None:
-                    num_prompt_tokens += len(line.prompt)
-                    max_completion_tokens += _most_tokens(prepared, checker.max_seq_len)
+                outcome = prepared.error if line is None else next(checked)
+                if isinstance(outcome, ImportError):
+                    raise error_of_call(outcome)
+                if isinstance(outcome, int):
+                    num_prompt_tokens += outcome
+                    max_completion_tokens += line.most_completion_tokens(checker.max_seq_len)
                     if sample is not None:
-                        _choose(chosen, prepared, sample, num_good, rng)
+                        _choose(chosen, (prepared, outcome), sample, num_good, rng)
                     num_good += 1
                 else:
-                    refuse(prepared, str(error))
+                    refuse(prepared, str(outcome))
             bar.update(len(batch))
     estimate = None
     if chosen:
-        answered, wrong = _answer(arguments, sorted(chosen, key=lambda each: each.position), use_tqdm)
+        lines = [prepared for prepared, _ in sorted(chosen, key=lambda pair: pair[0].position)]
+        answered, wrong = _answer(arguments, lines, use_tqdm)
+        num_tokens = {prepared.position: num for prepared, num in chosen}
         for prepared, text in wrong:
             refuse(prepared, text)
-            num_prompt_tokens -= len(cast(Line, prepared.line).prompt)
-            max_completion_tokens -= _most_tokens(prepared, checker.max_seq_len)
+            num_prompt_tokens -= num_tokens[prepared.position]
+            max_completion_tokens -= prepared.line.most_completion_tokens(checker.max_seq_len)
         if answered.num_lines:
             estimate = _estimate(answered, num_good - len(wrong), replicas or 1, price_per_hour)
     parameters = arguments.line_format.parameter_columns(found.columns)
     data = [name for name in found.columns if name not in parameters and arguments.line_format.copies(name)]
     counts = num_lines, num_failed, num_prompt_tokens, max_completion_tokens
-    return Check(*counts, errors, parameters, data, estimate)
+    return Check(*counts, errors, parameters, data, estimate, task)
 
 
-def _most_tokens(prepared: Prepared, max_seq_len: int) -> int:
-    """That the answer to a line may have."""
-    line = cast(Line, prepared.line)
-    room = max_seq_len - len(line.prompt)
-    return line.params.n * min(line.params.max_tokens or room, room)
-
-
-def _choose(chosen: list[Prepared], prepared: Prepared, num: int, num_before: int, rng: random.Random) -> None:
+def _choose(chosen: list[Any], line: Any, num: int, num_before: int, rng: random.Random) -> None:
     """Keep each of all lines with the same probability (Vitter's algorithm R)."""
     if len(chosen) < num:
-        chosen.append(prepared)
+        chosen.append(line)
     elif (place := rng.randrange(num_before + 1)) < num:
-        chosen[place] = prepared
+        chosen[place] = line
 
 
 def _answer(arguments: Arguments, lines: list[Prepared], use_tqdm: bool) -> tuple[Sample, list[tuple[Prepared, str]]]:
     """The sample, and lines that this engine cannot answer."""
-    good = [(each, each.line) for each in lines if each.line is not None]
+    good = [each for each in lines if each.line is not None]
+    task = arguments.task
     wrong: list[tuple[Prepared, str]] = []
     num_tokens = 0
     progress = Progress(len(good), 0, 0, use_tqdm, arguments.max_len)
     with arguments.engine() as llm, progress:
-        start = progress.begin(partial(generated, llm))
-        for _, line in good:
-            progress.hand_out(line)
-        prompts: list[Any] = [line.prompt for _, line in good]
-        for index, output in llm.generate_iter(prompts, [line.params for _, line in good], on_error="return"):
+        start = progress.begin(partial(generated, llm, task.counter))
+        for each in good:
+            progress.hand_out(each.line)
+        for prepared, output in task.answer(llm, iter(good)):
             if "error" in output:
-                wrong.append((good[index][0], output["error"]))
-            num_tokens += num_completion_tokens(output)
-            progress.add(num_completion_tokens(output), "error" in output)
+                wrong.append((prepared, output["error"]))
+            num_tokens += task.num_tokens(output)
+            progress.add(task.num_tokens(output), "error" in output)
         seconds = time.perf_counter() - start
         max_num_seqs = llm.config.max_num_seqs
     return Sample(len(good) - len(wrong), num_tokens, seconds, max_num_seqs), wrong

@@ -20,6 +20,7 @@ _WHOLE_FILES = (
     *("config.json", "generation_config.json", "hf_quant_config.json", "*.safetensors.index.json"),
     *("tokenizer*.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt"),
     *("merges.txt", "chat_template.*", "additional_chat_templates/*.jinja"),
+    *("modules.json", "config_sentence_transformers.json", "*_Pooling/config.json"),
 )
 _WEIGHTS = ("*.safetensors",)
 _ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
@@ -84,7 +85,8 @@ def differences(before: Fingerprint, now: Fingerprint) -> str:
 
 
 def _names(directory: Path, patterns: tuple[str, ...]) -> list[str]:
-    files = filter(Path.is_file, (*directory.glob("*"), *directory.glob("*/*.jinja")))
+    inner = (*directory.glob("*/*.jinja"), *directory.glob("*/config.json"))
+    files = filter(Path.is_file, (*directory.glob("*"), *inner))
     names = (file.relative_to(directory).as_posix() for file in files)
     return sorted(name for name in names if any(fnmatch(name, pattern) for pattern in patterns))
 

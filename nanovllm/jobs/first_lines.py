@@ -7,8 +7,9 @@ from typing import Any
 from nanovllm import LLM, RequestChecker
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.lines import Line
-from nanovllm.jobs.reader import Prepared, make_preparer
+from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.reader import make_preparer
+from nanovllm.jobs.task import Task
 
 _AT_ONCE = 64  # lines
 
@@ -23,26 +24,23 @@ def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChec
     Raises ValueError for an option of the job that no line could have, or if no line can be answered, and ImportError
     for a package that is missing.
     """
-    params = arguments.line_format.base_params
     first: Prepared | None = None
     first_error = ""
     is_checked = False
     for batch in _batches(arguments, inputs):
         lines = [each.line for each in batch if each.line is not None]
-        prompts: list[Any] = [line.prompt for line in lines]
         if lines and not is_checked:
             is_checked = True
-            errors = checker.check(prompts, [params] * len(prompts))
-            # A prompt that is too long is refused before its parameters are looked at.
-            of_options = [error for error in errors if error is None or str(error).startswith("sampling_params")]
-            if of_options and None not in of_options:
-                raise error_of_call(of_options[0])
-        found = iter(checker.check(prompts, [line.params for line in lines]))
+            try:
+                arguments.task.check_options(checker, lines)
+            except (ImportError, ValueError, TypeError) as wrong:
+                raise error_of_call(wrong) from wrong
+        found = iter(arguments.task.check(checker, lines))
         for prepared in batch:
             error = prepared.error if prepared.line is None else next(found)
             if isinstance(error, ImportError):
                 raise error_of_call(error)
-            if error is None:
+            if isinstance(error, int):
                 return
             if first is None:
                 first, first_error = prepared, _without_place(str(error))
@@ -57,23 +55,21 @@ class Packages:
     """Looks for a package that is missing, and that the first lines did not need. It is no mistake of a line's: with it
     the same call goes on."""
 
-    def __init__(self, llm: LLM):
-        self._llm = llm
+    def __init__(self, llm: LLM, task: Task):
+        self._llm, self._task = llm, task
         self._checker: RequestChecker | None = None
         self._are_here = False
 
-    def check(self, line: Line) -> None:
+    def check(self, line: Any) -> None:
         """Raises ImportError if a line needs one."""
-        params = line.params
-        if self._are_here or (params.structured_outputs is None and params.thinking_token_budget is None):
+        if self._are_here or not line.may_need_packages:
             return
         if self._checker is None:
             self._checker = RequestChecker(self._llm.config, self._llm.scheduler.length_limit.num_blocks)
-        prompt: Any = line.prompt
-        (error,) = self._checker.check([prompt], [params])
-        if isinstance(error, ImportError):
-            raise error_of_call(error)
-        self._are_here = error is None
+        (found,) = self._task.check(self._checker, [line])
+        if isinstance(found, ImportError):
+            raise error_of_call(found)
+        self._are_here = isinstance(found, int)
 
 
 def error_of_call(error: Exception | None) -> Exception:

@@ -5,18 +5,19 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count, tee
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nanovllm import LLM, NO_PROMPT
+from nanovllm import LLM
 from nanovllm.jobs.arguments import Arguments, Model, check_one_engine
 from nanovllm.jobs.arrow_rows import arrow_rows
+from nanovllm.jobs.columns import column_name
 from nanovllm.jobs.inputs import RawLine
-from nanovllm.jobs.lines import Line, Row, answer_row, column_name, read_id
-from nanovllm.jobs.reader import Prepared, Preparer
-from nanovllm.jobs.writer import Output, error_row
+from nanovllm.jobs.lines import Line, LineFormat, Row, answer_row, read_id
+from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.task import Output, Task
+from nanovllm.jobs.writer import error_row
 from nanovllm.utils.text_json import to_json
 from nanovllm.utils.threads import available_cores
 
@@ -37,13 +38,13 @@ Done = Callable[[tuple[Prepared, Output]], object]  # takes a line and its Reque
 class SharedEngine:
     """An engine with a thread of its own. Requests of all threads join the batch as they come."""
 
-    def __init__(self, llm: LLM, on_error: Callable[[], object] = lambda: None):
+    def __init__(self, llm: LLM, task: Task, on_error: Callable[[], object] = lambda: None):
         """on_error: called if a step fails, after which nothing is answered any more."""
-        self.llm = llm
+        self.llm, self._task = llm, task
         self._on_error = on_error
         self._error: BaseException | None = None
         self._requests: queue.SimpleQueue[list[tuple[Prepared, Done]]] = queue.SimpleQueue()
-        self._under_way: dict[int, tuple[Prepared, Done]] = {}  # by the index of generate_iter
+        self._done: dict[int, Done] = {}  # by the ids of lines under way
         threading.Thread(target=self._run, name="nanovllm-engine", daemon=True).start()
 
     def submit(self, lines: Iterable[Prepared], done: Done) -> None:
@@ -66,29 +67,24 @@ class SharedEngine:
 
     def _run(self) -> None:
         try:
-            pairs, same_pairs = tee(self._pairs())
-            prompts, params = (prompt for prompt, _ in pairs), (params for _, params in same_pairs)
-            for index, output in self.llm.generate_iter(prompts, params, on_error="return"):
-                prepared, done = self._under_way.pop(index)
-                done((prepared, output))
+            for prepared, output in self._task.answer(self.llm, self._lines()):
+                self._done.pop(id(prepared))((prepared, output))
         except BaseException as error:
             logger.exception("The engine has died")
             self._error = error
             self._on_error()
 
-    def _pairs(self) -> Iterator[tuple[Any, Any]]:
-        """Prompts and parameters; NO_PROMPT where none waits and the engine has other work."""
-        indices = count()
+    def _lines(self) -> Iterator[Prepared | None]:
+        """None where no line waits and the engine has other work."""
         while True:
             try:
-                requests = self._requests.get(block=not self._under_way)
+                requests = self._requests.get(block=not self._done)
             except queue.Empty:
-                yield NO_PROMPT, None
+                yield None
                 continue
-            for request in requests:
-                self._under_way[next(indices)] = request
-                line: Any = request[0].line  # It has one: others are not sent.
-                yield line.prompt, line.params
+            for prepared, done in requests:
+                self._done[id(prepared)] = done
+                yield prepared
 
 
 class GenerateActor:
@@ -135,11 +131,9 @@ class GenerateActor:
         )
         self._responder = self._arguments.responder()
         self._engine = start_engine(self._arguments, num_threads, _end_process)
-        self._preparer = Preparer(
-            self._engine.llm.get_tokenizer(),
-            self._arguments.line_format,
-            self._arguments.max_len,
-            self._arguments.chat_format,
+        self._format: LineFormat = self._arguments.line_format  # type: ignore[assignment]
+        self._preparer = self._arguments.task.preparer(
+            self._engine.llm.get_tokenizer(), self._arguments.max_len, self._arguments.chat_format
         )
 
     @staticmethod
@@ -187,11 +181,11 @@ class GenerateActor:
             else:
                 line: Line = each.line._replace(columns={}, openai=None)  # type: ignore[union-attr]
                 answers.append(answer_row(each.id, line, output, self._responder))
-        added = (*self._arguments.line_format.added_keys[1:], "error")
+        added = (*self._format.added_keys[1:], "error")
         table = batch.rename_columns([column_name(name, batch.column_names, added) for name in batch.column_names])
         for name in added:
             values = [answer.get(name) for answer in answers]
-            if name in self._arguments.line_format.json_keys:
+            if name in self._format.json_keys:
                 values = [None if value is None else to_json(value) for value in values]
             table = table.append_column(name, pa.array(values, pa.int64() if name.startswith("num_") else pa.string()))
         return table
@@ -199,7 +193,8 @@ class GenerateActor:
 
 def start_engine(arguments: Arguments, num_threads: int, on_error: Callable[[], object] = lambda: None) -> SharedEngine:
     torch.set_num_threads(num_threads)
-    return SharedEngine(LLM(arguments.model, **arguments.engine_options), on_error)  # type: ignore[arg-type]
+    llm = LLM(arguments.model, **arguments.engine_options)  # type: ignore[arg-type]
+    return SharedEngine(llm, arguments.task, on_error)
 
 
 def _end_process() -> None:

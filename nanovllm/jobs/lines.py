@@ -1,16 +1,15 @@
 """One line of a job: from a row of input to a request, and from an answer to a row of output. Knows no files."""
 
-import math
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
-from string import Formatter
 from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
 from nanovllm import AnswerFormat, Conversation, SamplingParams, as_conversations
+from nanovllm.jobs.columns import Columns, column_name, is_missing
 from nanovllm.openai_format import openai_batch
 from nanovllm.openai_format.request_names import (
     CHAT_OPTIONS,
@@ -23,8 +22,8 @@ from nanovllm.openai_format.request_names import (
     read_parameters,
 )
 from nanovllm.utils.checks import half_pair, is_whole, quoted
-from nanovllm.utils.rules import FLAG, Rule, check_rules, option
-from nanovllm.utils.text_json import as_json, decode_json, parse_json
+from nanovllm.utils.rules import FLAG, Rule, option
+from nanovllm.utils.text_json import decode_json, parse_json
 
 LineId = str | int
 
@@ -62,16 +61,46 @@ class Line(NamedTuple):
     def is_chat(self) -> bool:
         return _is_chat(self.prompt)
 
+    @property
+    def num_prompt_tokens(self) -> int:
+        """When it has been prepared: its prompt is token ids."""
+        return len(self.prompt)
+
+    @property
+    def num_sequences(self) -> int:
+        """That an engine computes for it."""
+        return self.params.n
+
+    @property
+    def prefix(self) -> list[int]:
+        """Token ids by which lines with the same beginning are found."""
+        return self.prompt  # type: ignore[return-value]
+
+    @property
+    def may_need_packages(self) -> bool:
+        """Whether an engine may need a package for it that other lines do without."""
+        return self.params.structured_outputs is not None or self.params.thinking_token_budget is not None
+
+    def most_tokens(self, max_len: int | None) -> int:
+        """By which its answer moves the task's counter. max_len: tokens of a sequence; None is unknown."""
+        if max_len is None:
+            return self.params.n * (self.params.max_tokens or 0)
+        return self.most_completion_tokens(max_len)
+
+    def most_completion_tokens(self, max_len: int) -> int:
+        """That an engine generates for it."""
+        room = max_len - len(self.prompt)
+        return self.params.n * min(self.params.max_tokens or room, room)
+
 
 @dataclass(frozen=True)
-class LineFormat:
-    """How the lines of a job are read. Raises ValueError or TypeError for a wrong option."""
+class LineFormat(Columns):
+    """How the lines of a job that generates are read. A prompt is a text, token ids or messages. Raises ValueError or
+    TypeError for a wrong option."""
+
+    PROMPTS = PROMPTS
 
     sampling: Row = field(default_factory=dict)  # options of SamplingParams for lines without their own
-    # The column that holds the prompt: a text, token ids or messages. None: `prompt`, `prompt_token_ids` or `messages`.
-    prompt_column: str | None = None
-    id_column: str = option("id", Rule(lambda name: isinstance(name, str) and name != "", "a column's name"))
-    template: str | None = None  # makes the prompt of columns: "Summarise: {text}"
     system: str | None = None  # a system message; it makes a conversation of every prompt that is a text
     chat_template: str | None = None  # a Jinja template; None: the tokenizer's
     chat_template_kwargs: Row = field(default_factory=dict, metadata={"rules": (_OBJECT,)})  # its variables
@@ -83,17 +112,9 @@ class LineFormat:
     seed: int | None = None  # makes the answers reproducible, however often the job is interrupted; None: drawn afresh
 
     def __post_init__(self) -> None:
-        if self.template is not None and self.prompt_column is not None:
-            raise ValueError("template: makes the prompt, so that prompt_column cannot be given as well")
-        check_rules(self)
+        super().__post_init__()
         object.__setattr__(self, "seed", make_params({"seed": self.seed}).seed)  # Raises if it is none.
-        _ = self.base_params, self._template_parts
-
-    def given(self) -> Row:
-        """Those of the options, apart from `sampling`, that are not as by default."""
-        names = [option.name for option in fields(self) if option.name != "sampling"]
-        defaults = LineFormat()
-        return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
+        _ = self.base_params
 
     @cached_property
     def added_keys(self) -> tuple[str, ...]:
@@ -114,19 +135,6 @@ class LineFormat:
     def base_params(self) -> SamplingParams:
         return make_params(self.sampling)
 
-    @cached_property
-    def _template_parts(self) -> list[tuple[str, str | None]]:
-        """Pairs of a text and the column that follows it."""
-        if self.template is None:
-            return []
-        try:
-            parsed = list(Formatter().parse(self.template))
-        except ValueError as error:
-            raise ValueError(f"template={self.template!r}: {error}; a brace of the text is written twice") from None
-        if not any(name for _, name, _, _ in parsed) or any(name == "" or spec or end for _, name, spec, end in parsed):
-            raise ValueError(f"template={self.template!r}: must name columns in braces, as in 'Summarise: {{text}}'")
-        return [(text, name) for text, name, _, _ in parsed]
-
     def read(self, row: Row, line_id: LineId) -> Line:
         """Raises ValueError or TypeError with what is wrong with the row."""
         if openai_batch.is_request(row):
@@ -137,7 +145,7 @@ class LineFormat:
             params = self._params({"max_tokens": None} | self.sampling | options, line_id)
             split = self._split_of(given, chat_options) if _is_chat(prompt) else None
             return Line(prompt, params, {}, self._with_kwargs(chat_options), kind, split)
-        prompt = self._with_system(self._prompt(row))
+        prompt = self._with_system(_read_prompt(*self._prompt(row)))
         is_chat = _is_chat(prompt)
         given = {name: value for name, value in row.items() if self._is_parameter(name, value, is_chat)}
         options, chat_options = read_parameters(given, is_chat)
@@ -158,17 +166,10 @@ class LineFormat:
         return Split(self.split_reasoning, tools or None, given.get("parallel_tool_calls") is False)
 
     @cached_property
-    def _prompt_names(self) -> tuple[str, ...]:
-        """The columns of which a prompt is made."""
-        if self.template is not None:
-            return tuple(name for _, name in self._template_parts if name is not None)
-        return PROMPTS if self.prompt_column is None else (self.prompt_column,)
-
-    @cached_property
     def _parameters(self) -> Container[str]:
         if not self.line_parameters:
             return ()
-        return PARAMETERS if self._prompt_names == PROMPTS else PARAMETERS_OF_TABLES
+        return PARAMETERS if self.prompt_names == PROMPTS else PARAMETERS_OF_TABLES
 
     def _is_parameter(self, name: str, value: Any, is_chat: bool) -> bool:
         if is_missing(value) or not self.copies(name):
@@ -180,41 +181,8 @@ class LineFormat:
             return (is_object or is_request) if is_chat else (is_object and is_request)
         return name in self._parameters
 
-    def parameter_columns(self, columns: Iterable[str]) -> list[str]:
-        """Those of the input's columns that are parameters of their lines."""
+    def parameter_columns(self, columns: list[str]) -> list[str]:
         return [name for name in columns if name in self._parameters and self.copies(name)]
-
-    def check_columns(self, columns: list[str]) -> None:
-        """Raises ValueError if no line has a prompt, because no line has its column. columns: of all lines, none of
-        which is a request of OpenAI's."""
-        names = ", ".join(map(repr, columns[:20]))
-        if self.template is None and not set(self._prompt_names) & set(columns):
-            if self.prompt_column is not None:
-                raise ValueError(f"prompt_column={self.prompt_column!r}: no line has this column; there are: {names}")
-            raise ValueError(
-                f"input: no line has a prompt: {' or '.join(map(repr, PROMPTS))}; name its column by prompt_column "
-                f"(--prompt-column), or make it of columns by template (--template); there are: {names}"
-            )
-        for name in self._prompt_names if self.template is not None else ():
-            if name not in columns:
-                raise ValueError(f"template={self.template!r}: no line has the column {name!r}; there are: {names}")
-
-    def copies(self, name: str) -> bool:
-        """Whether answers repeat this column of the input, as `column_name`. They do not repeat a conversation's
-        CHAT_OPTIONS."""
-        return name != self.id_column and name not in self._prompt_names
-
-    def _prompt(self, row: Row) -> str | list[int] | Conversation:
-        if self.template is not None:
-            return "".join(text if name is None else text + _text(row, name) for text, name in self._template_parts)
-        given = [name for name in self._prompt_names if not is_missing(row.get(name))]
-        if len(given) == 1:
-            return _read_prompt(given[0], row[given[0]])
-        columns = ", ".join(map(repr, list(row)[:10])) or "none"
-        if given:
-            raise ValueError(f"has {' and '.join(map(repr, given))}: a line has one prompt")
-        missing = " or ".join(map(repr, self._prompt_names))
-        raise ValueError(f"has no prompt: {missing} is missing; its columns: {columns}")
 
     def _with_system(self, prompt: str | list[int] | Conversation) -> str | list[int] | Conversation:
         if self.system is None:
@@ -239,8 +207,11 @@ def _is_chat(prompt: Any) -> bool:
 
 
 def _read_prompt(name: str, value: Any) -> str | list[int] | Conversation:
-    """A prompt of a column. Under the two names that say what it is, JSON text is read too. Raises ValueError."""
+    """A prompt of a column; name: "" if a template has made it. Under the two names that say what it is, JSON text is
+    read too. Raises ValueError."""
     given = value
+    if not name:
+        return value
     if name in ("prompt_token_ids", "messages") and isinstance(value, str):
         with suppress(ValueError):
             value = parse_json(value)
@@ -262,28 +233,6 @@ def _read_prompt(name: str, value: Any) -> str | list[int] | Conversation:
     }
     form = allowed.get(name, "a text, token ids or messages, and not empty")
     raise ValueError(f"{name}={quoted(given)}: must be {form}")
-
-
-def is_missing(value: Any) -> bool:
-    """Whether a cell has no value: tables write null or NaN."""
-    return value is None or (isinstance(value, float) and value != value)
-
-
-def column_name(name: str, columns: Container[str], added: Container[str]) -> str:
-    """What one of the columns of the input is called in the output, where the names of `added` are taken."""
-    if name not in added:
-        return name
-    name = f"input_{name}"
-    while name in columns:
-        name = f"input_{name}"
-    return name
-
-
-def _text(row: Row, name: str) -> str:
-    value = row.get(name)
-    if value is None or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"has no {name!r}, which the template needs; its columns: {', '.join(map(repr, row))}")
-    return value if isinstance(value, str) else as_json(value)
 
 
 # -- ids ---------------------------------------------------------------------------------------------------------------
@@ -366,15 +315,15 @@ class Answered(NamedTuple):
 
     id: LineId
     num_prompt_tokens: int
-    num_completion_tokens: int
+    num_completion_tokens: int = 0  # Tasks that generate nothing do not write it.
 
 
 def read_answer(row: Row) -> Answered:
     """Raises KeyError or TypeError if this is no row of output."""
     if "num_prompt_tokens" not in row:  # a request of OpenAI's
         usage = row["response"]["body"]["usage"]
-        return Answered(row["custom_id"], usage["prompt_tokens"], usage["completion_tokens"])
-    return Answered(row["id"], row["num_prompt_tokens"], row["num_completion_tokens"])
+        return Answered(row["custom_id"], usage["prompt_tokens"], usage.get("completion_tokens", 0))
+    return Answered(row["id"], row["num_prompt_tokens"], row.get("num_completion_tokens", 0))
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------

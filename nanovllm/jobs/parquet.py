@@ -1,13 +1,21 @@
 """Parts in Parquet: one schema for all parts of a job."""
 
+from base64 import b64decode
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from nanovllm.jobs.columns import column_name
 from nanovllm.jobs.inputs import Inputs, Scan, open_file, require_pyarrow
-from nanovllm.jobs.lines import ANSWER_KEYS, Answered, LineFormat, column_name, from_json
+from nanovllm.jobs.lines import Answered, from_json
+from nanovllm.jobs.task import Task
 from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import to_json
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 
 class ParquetFormat:
@@ -17,21 +25,21 @@ class ParquetFormat:
     value that is none is its JSON.
     """
 
-    def __init__(self, inputs: Inputs, line_format: LineFormat, found: Scan):
+    def __init__(self, inputs: Inputs, task: Task, found: Scan):
         """Raises ImportError without pyarrow."""
         require_pyarrow()
         import pyarrow as pa
 
         kept = _plain_types(inputs) if inputs.are_parquet else {}
-        text, number = pa.string(), pa.int64()
-        columns = {name: number if name.startswith("num_") else text for name in ANSWER_KEYS}
+        columns, line_format = task.columns(), task.line_format
         if found.ids_are_integers:
-            columns["id"] = number
+            columns["id"] = pa.int64()
         for name in filter(line_format.copies, found.columns):
-            columns[column_name(name, found.columns, line_format.added_keys)] = kept.get(name, text)
-        columns |= dict.fromkeys((*line_format.text_keys, *line_format.json_keys), text)
-        self._schema = pa.schema(columns)
-        self._texts = {name for name, kind in columns.items() if kind == text}
+            columns[column_name(name, found.columns, line_format.added_keys)] = kept.get(name, pa.string())
+        columns |= task.last_columns()
+        self._vectors = {name: kind for name, kind in columns.items() if isinstance(kind, np.dtype)}
+        self._schema = pa.schema({name: kind for name, kind in columns.items() if name not in self._vectors})
+        self._texts = {name for name, kind in columns.items() if kind == pa.string()}
 
     def write(self, rows: Path, path: Path) -> None:
         """Write a Parquet file. rows: a file with its rows in JSON lines."""
@@ -39,12 +47,23 @@ class ParquetFormat:
         from pyarrow.parquet import write_table
 
         with names_file(rows), open(rows, "rb") as file:
-            table = pa.Table.from_pylist([self._as_typed(from_json(raw)) for raw in file], self._schema)
+            typed = [self._as_typed(from_json(raw)) for raw in file]
+        table = pa.Table.from_pylist(typed, self._schema)
+        for name, kind in self._vectors.items():
+            table = table.append_column(name, _fixed_size_lists([row[name] for row in typed], kind))
         with open(path, "wb") as file:
             write_table(table, file)
 
     def _as_typed(self, row: dict[str, Any]) -> dict[str, Any]:
         return {name: _as_text(value) if name in self._texts else value for name, value in row.items()}
+
+
+def _fixed_size_lists(packed: list[str], kind: np.dtype) -> "pa.Array":
+    """packed: `packed` vectors, all of one size."""
+    import pyarrow as pa
+
+    numbers = np.frombuffer(b"".join(map(b64decode, packed)), kind)
+    return pa.FixedSizeListArray.from_arrays(pa.array(numbers), len(numbers) // len(packed))
 
 
 def _as_text(value: Any) -> str | None:

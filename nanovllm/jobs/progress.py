@@ -5,14 +5,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 from typing_extensions import Self
 
 from nanovllm import LLM
 from nanovllm.jobs.arguments import line_bar
-from nanovllm.jobs.lines import Line
 from nanovllm.jobs.time_and_price import time_in_words
 from nanovllm.jobs.tokens_left import Left, TokensLeft
 
@@ -28,9 +27,10 @@ class Generated(NamedTuple):
     num_running: int = 0  # sequences now
 
 
-def generated(llm: LLM) -> Generated:
+def generated(llm: LLM, counter: str) -> Generated:
+    """counter: a task's."""
     stats = llm.stats()
-    return Generated(stats["generated_tokens"], stats["running"])
+    return Generated(stats[counter], stats["running"])  # type: ignore[literal-required]
 
 
 class Progress:
@@ -94,12 +94,11 @@ class Progress:
 
     # -- counting ------------------------------------------------------------------------------------------------------
 
-    def hand_out(self, line: Line) -> None:
-        """An engine gets this line."""
+    def hand_out(self, line: Any) -> None:
+        """An engine gets this line, which is a Line or another task's."""
         self._num_begun += 1
-        self._num_sequences += line.params.n
-        most = line.params.max_tokens or (self._max_len or 0) - len(line.prompt)
-        self._limit = max(self._limit, line.params.n * most)
+        self._num_sequences += line.num_sequences
+        self._limit = max(self._limit, line.most_tokens(self._max_len))
 
     def add(self, num_tokens: int, is_failed: bool) -> None:
         """A line has an outcome. num_tokens: of all its samples."""

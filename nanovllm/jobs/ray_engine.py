@@ -12,9 +12,10 @@ from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.fingerprint import Fingerprint, engine_fingerprint
 from nanovllm.jobs.first_lines import Packages
 from nanovllm.jobs.generate_actor import SharedEngine, start_engine
+from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Generated, generated
-from nanovllm.jobs.reader import Prepared
-from nanovllm.jobs.writer import Finished, Output, make_rows
+from nanovllm.jobs.task import Output, Task
+from nanovllm.jobs.writer import Finished, make_rows
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.checks import one_line
 
@@ -41,6 +42,7 @@ class RayEngine:
     """An engine that works without a pause on the lines which it was given."""
 
     _engine: SharedEngine
+    _task: Task
     _responder: Responder
     _packages: Packages
     _num_lines = 0  # that it has
@@ -51,8 +53,8 @@ class RayEngine:
         except (ValueError, TypeError, ImportError, OSError) as error:
             kind = OSError if isinstance(error, OSError) else ValueError
             return Started({}, kind(f"{error if str(error) else one_line(error)} (on {socket.gethostname()})"))
-        self._engine, self._responder = engine, arguments.responder()
-        self._packages = Packages(engine.llm)
+        self._engine, self._task, self._responder = engine, arguments.task, arguments.responder()
+        self._packages = Packages(engine.llm, self._task)
         self._finished: queue.SimpleQueue[tuple[Prepared, Output]] = queue.SimpleQueue()
         return Started(engine_fingerprint(engine.llm), None)
 
@@ -66,7 +68,7 @@ class RayEngine:
                     self._packages.check(prepared.line)
         except ImportError as error:
             missing = ImportError(f"{error} (on {socket.gethostname()})")
-            return pickle.dumps(Exchanged([], generated(self._engine.llm), missing))
+            return pickle.dumps(Exchanged([], self._generated(), missing))
         self._engine.submit(new, self._finished.put)
         self._num_lines += len(new)
         deadline = time.monotonic() + pause
@@ -75,7 +77,10 @@ class RayEngine:
             time.sleep(_TICK_SECONDS)
         outputs = [self._finished.get() for _ in range(self._finished.qsize())]
         self._num_lines -= len(outputs)
-        return pickle.dumps(Exchanged(make_rows(outputs, self._responder), generated(self._engine.llm)))
+        return pickle.dumps(Exchanged(make_rows(outputs, self._task, self._responder), self._generated()))
+
+    def _generated(self) -> Generated:
+        return generated(self._engine.llm, self._task.counter)
 
 
 def on_any_machine(arguments: Arguments) -> Arguments:

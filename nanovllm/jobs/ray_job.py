@@ -26,9 +26,9 @@ import nanovllm
 from nanovllm import Config
 from nanovllm.jobs.arguments import Arguments, Cluster
 from nanovllm.jobs.fingerprint import Fingerprint
+from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Generated, Progress
 from nanovllm.jobs.ray_engine import Exchanged, RayEngine, Started, on_any_machine
-from nanovllm.jobs.reader import Prepared
 from nanovllm.jobs.writer import Writer, error_line
 from nanovllm.utils.checks import one_line
 from nanovllm.utils.threads import available_cores

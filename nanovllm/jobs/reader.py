@@ -12,19 +12,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import cached_property
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanovllm import AnswerFormat, PromptEncoder, find_format, find_tokenizer
-from nanovllm.jobs.inputs import Inputs, RawLine
-from nanovllm.jobs.lines import Line, LineFormat, LineId
-from nanovllm.openai_format.request_names import ChatOptions
+from nanovllm import find_tokenizer
+from nanovllm.jobs.inputs import Inputs
+from nanovllm.jobs.prepared import Prepared, Preparer
+from nanovllm.jobs.task import Task
 from nanovllm.utils.python_process import python_command
-from nanovllm.utils.text_json import as_json
 
 Item = TypeVar("Item")
 
@@ -32,14 +30,13 @@ Item = TypeVar("Item")
 _WINDOW, _WINDOW_BYTES = 4096, 16 << 20
 # What is on its way to the engine: at most _QUEUE batches.
 _BATCH, _BATCH_BYTES, _QUEUE = 64, 1 << 20, 128
-_MAX_TOOLS = 256  # sets of tools that are kept
 
 
 class ReadPlan(NamedTuple):
     """What to read, and how."""
 
     paths: list[str]
-    line_format: LineFormat
+    task: Task
     tokenizer: str  # a directory or a hub id
     revision: str | None
     is_done: np.ndarray | None  # bool [num_lines]: lines to leave out
@@ -49,90 +46,21 @@ class ReadPlan(NamedTuple):
     chat_format: str | None = None  # of answers to chats; None: found
 
 
-class Prepared(NamedTuple):
-    """A line on its way. Exactly one of line and error is given."""
-
-    position: int  # of those that this process reads, from 0, in the order of the input
-    id: LineId
-    file: str
-    number: int
-    line: Line | None  # its prompt is token ids
-    error: str | None
-
-
-class Preparer:
-    """Turns lines into requests: chat template and tokenizer, many lines at a time."""
-
-    def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None, chat_format: str | None = None):
-        """max_len: tokens of the longest sequence, at most. None is unknown. chat_format: of answers to chats."""
-        self._tokenizer, self._format, self._chat_format = tokenizer, line_format, chat_format
-        self._encoder = PromptEncoder(tokenizer, max_len)
-        self._tools: dict[str, list[Any]] = {}  # those of late, by their JSON
-
-    @cached_property
-    def _answers(self) -> AnswerFormat:
-        template = self._encoder.template_text(self._format.chat_template)
-        # The process that splits the answers says what is unknown.
-        return AnswerFormat(self._tokenizer, find_format(self._tokenizer, template, self._chat_format, log=False))
-
-    def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
-        """Raises nothing: what is wrong with a line is its error."""
-        lines = [(position, raw, self._read(raw)) for position, raw in raw_lines]
-        prompts: Any = [line.prompt for _, _, line in lines if isinstance(line, Line) and not line.is_chat]
-        encoded = iter(self._encoder.encode(prompts))
-        prepared = []
-        for position, raw, line in lines:
-            result: Line | Exception = line
-            if isinstance(line, Line):
-                prompt: Any = self._encode_chat(line) if line.is_chat else next(encoded)
-                # The engine's process gets no tools, unless it reads calls by them: many lines have the same thousands
-                # of characters.
-                is_wrong = isinstance(prompt, Exception)
-                result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())
-                if line.split is not None and isinstance(result, Line):
-                    is_open = self._answers.opens_reasoning(prompt)
-                    split = line.split._replace(tools=self._shared(line.split.tools), is_open=is_open)
-                    result = result._replace(split=split, params=self._answers.with_tags(line.params))
-            outcome = (result, None) if isinstance(result, Line) else (None, str(result))
-            prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
-        return prepared
-
-    def _shared(self, tools: list[Any] | None) -> list[Any] | None:
-        """The same object for equal tools, which a pickle then holds once for many lines."""
-        if tools is None:
-            return None
-        if len(self._tools) > _MAX_TOOLS:
-            self._tools.clear()
-        return self._tools.setdefault(as_json(tools), tools)
-
-    def _read(self, raw: RawLine) -> Line | Exception:
-        if raw.row is None:
-            return ValueError(raw.error)
-        try:
-            return self._format.read(raw.row, raw.id)
-        except (TypeError, ValueError) as error:
-            return error
-
-    def _encode_chat(self, line: Line) -> list[int] | Exception:
-        try:
-            return self._encoder.encode_chat(line.prompt, self._format.chat_template, *line.chat_options)
-        except Exception as error:  # Templates raise whatever they like.
-            return error
-
-
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     """Small batches of all lines. Raises ValueError for a damaged file."""
     preparer = make_preparer(plan)
-    inputs = Inputs(plan.paths, plan.names, plan.line_format.id_column)
+    inputs = Inputs(plan.paths, plan.names, plan.task.line_format.id_column)
     raw_lines = enumerate(line for _, line in inputs.lines(plan.is_done))
     for window in _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES):
         lines = grouped(preparer.prepare(window), plan.block_size)
-        yield from _chunks(lines, lambda each: 4 * len(each.line.prompt) if each.line else 0, _BATCH, _BATCH_BYTES)
+        yield from _chunks(
+            lines, lambda each: 4 * each.line.num_prompt_tokens if each.line else 0, _BATCH, _BATCH_BYTES
+        )
 
 
 def make_preparer(plan: ReadPlan) -> Preparer:
     tokenizer = find_tokenizer(plan.tokenizer, plan.revision)
-    return Preparer(tokenizer, plan.line_format, plan.max_len, plan.chat_format)
+    return plan.task.preparer(tokenizer, plan.max_len, plan.chat_format)
 
 
 def _chunks(
@@ -155,9 +83,9 @@ def grouped(lines: list[Prepared], block_size: int) -> list[Prepared]:
 
     def place(item: tuple[int, Prepared]) -> tuple[int, list[int]]:
         index, prepared = item
-        if prepared.line is None or len(prepared.line.prompt) < block_size:
+        token_ids: list[int] = [] if prepared.line is None else prepared.line.prefix
+        if len(token_ids) < block_size:
             return index, []
-        token_ids: Any = prepared.line.prompt
         return firsts.setdefault(tuple(token_ids[:block_size]), index), token_ids
 
     return [prepared for _, prepared in sorted(enumerate(lines), key=place)]

@@ -7,28 +7,29 @@ import platform
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from importlib.util import find_spec
-from itertools import chain, count, tee
+from itertools import chain
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 from xxhash import xxh3_128_hexdigest
 
-from nanovllm import LLM, NO_PROMPT, __version__
+from nanovllm import LLM, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, check_one_engine, line_bar
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
 from nanovllm.jobs.first_lines import Packages, check_first_lines
 from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
-from nanovllm.jobs.lines import Row, from_json, num_completion_tokens
+from nanovllm.jobs.lines import Row, from_json
 from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
+from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Progress, generated
-from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.task import Task
 from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.work import Work
 from nanovllm.jobs.writer import Finished, Writer, make_rows
@@ -70,6 +71,7 @@ class Summary(NamedTuple):
     tokens_per_second: float = 0.0  # generated in the last call that answered lines
     total_seconds: float = 0.0  # of all calls that have ended in order
     price: float | None = None  # of total_seconds, if price_per_hour is given
+    task: str = "generate"
 
 
 def run_batch(
@@ -77,6 +79,7 @@ def run_batch(
     output: str | os.PathLike[str],
     model: Model,
     *,
+    task: str = "generate",
     format: str | None = None,
     prompt_column: str | None = None,
     id_column: str = "id",
@@ -87,6 +90,12 @@ def run_batch(
     line_parameters: bool = True,
     split_reasoning: bool = False,
     split_tool_calls: bool = False,
+    pooling: str = "auto",
+    normalize: bool = True,
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
+    embedding_dtype: str = "float32",
+    instruction: str | None = None,
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
@@ -106,9 +115,15 @@ def run_batch(
         output: the folder of the answers, which may exist if it is empty or holds the same job. Or a file that ends in
             .jsonl or .parquet, of which the folder is `answers.jsonl.job`.
         model: as LLM takes it; or an LLM.
+        task: what is done with lines: "generate" writes texts, "embed" vectors, "classify" what a classification head
+            says, and "rerank" how well documents answer queries.
         format: of the parts, "jsonl" or "parquet"; None: that of a file, or Parquet for an input of Parquet.
         prompt_column, id_column, template, system, chat_template, chat_template_kwargs, line_parameters,
-            split_reasoning, split_tool_calls, seed: see LineFormat.
+            split_reasoning, split_tool_calls, seed: see LineFormat. Other tasks than "generate" have prompt_column,
+            id_column and template of them.
+        pooling, normalize, dimensions, prompt_name: of task "embed", as LLM.embed takes them.
+        embedding_dtype: of task "embed": of the numbers, "float32" or "float16".
+        instruction: of task "rerank", as LLM.rerank takes it.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of _errors.jsonl again. Or a file of corrected lines, which are found by their ids:
@@ -140,6 +155,7 @@ def run_batch(
     arguments = Arguments(
         model,
         options,
+        task,
         prompt_column=prompt_column,
         id_column=id_column,
         template=template,
@@ -149,6 +165,12 @@ def run_batch(
         line_parameters=line_parameters,
         split_reasoning=split_reasoning,
         split_tool_calls=split_tool_calls,
+        pooling=pooling,
+        normalize=normalize,
+        dimensions=dimensions,
+        prompt_name=prompt_name,
+        embedding_dtype=embedding_dtype,
+        instruction=instruction,
         seed=seed,
     )
     cluster = _check_cluster(replicas, ray_address, model)
@@ -196,6 +218,10 @@ class Job:
     counts: Counts = _NOTHING  # of the folder's rows when lines began, or have ended
     writer: Writer | None = None  # while lines are answered
 
+    @property
+    def task(self) -> Task:
+        return self.arguments.task
+
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
         found = self._begin(overwrite)
         try:
@@ -229,7 +255,8 @@ class Job:
             raise self.stopped(error) from error
         progress = self.manifest["progress"]
         of_all_calls = progress.get("tokens_per_second", 0.0), progress["seconds"], progress.get("price")
-        return Summary(found.num_lines, *self.counts, time.perf_counter() - self.start, *of_all_calls)
+        seconds = time.perf_counter() - self.start
+        return Summary(found.num_lines, *self.counts, seconds, *of_all_calls, self.task.name)
 
     def _end(self, seconds: float, found: Scan, corrections: Corrections) -> None:
         """Write what is for people alone. On a full disk another error says so."""
@@ -292,7 +319,8 @@ class Job:
                 raise ValueError(
                     f"format='parquet': {line.file}:{line.number} is a request of OpenAI's, which is answered in JSON"
                 )
-            self.parquet = ParquetFormat(self.inputs, self.arguments.line_format, found)
+            self.arguments.task = replace(self.task, packs_vectors=True)
+            self.parquet = ParquetFormat(self.inputs, self.task, found)
         if overwrite:
             self.folder.clear()
         if before is not None:
@@ -319,7 +347,8 @@ class Job:
 
     def _check_same(self, before: Row, job: Row, files: list[Row], model_files: Fingerprint | None) -> None:
         """Raises ValueError if the manifest is another job's."""
-        self._check_same_job(before["job"], job)
+        # The manifest of a job that generates names no task, as in earlier versions.
+        self._check_same_job({"task": "generate"} | before["job"], {"task": "generate"} | job)
         self._check_same_files(before["input"], files)
         known = before.get("model_files")
         if known is not None and model_files is not None and (what := differences(known, model_files)):
@@ -385,7 +414,7 @@ class Job:
     # -- the work ------------------------------------------------------------------------------------------------------
 
     def _answer(self, work: Work) -> None:
-        finish: Any = list if self.cluster else partial(make_rows, responder=self.arguments.responder())
+        finish: Any = list if self.cluster else partial(make_rows, task=self.task, responder=self.arguments.responder())
         writer = Writer(PartWriter(self.folder, self.parquet), finish, self.ordered, work.early)
         before = self.counts
         num_done = before.answered + before.failed + len(work.early)
@@ -431,38 +460,37 @@ class Job:
         with work.read(1) as readers, self.arguments.engine() as llm, writer, progress:
             if not isinstance(self.arguments.model, LLM):
                 self._check_same_model(engine_fingerprint(llm))
-            self.start = progress.begin(partial(generated, llm))
+            self.start = progress.begin(partial(generated, llm, self.task.counter))
             self._generate(llm, chain.from_iterable(readers), writer, progress)
 
     def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
-        under_way: dict[int, Prepared] = {}
-        packages = Packages(llm)
+        num_under_way = 0
+        packages = Packages(llm, self.task)
 
-        def requests() -> Iterator[tuple[Any, Any]]:
-            indices = count()
+        def checked() -> Iterator[Prepared | None]:
+            nonlocal num_under_way
             for prepared in lines:
                 if prepared.line is None:
                     writer.put((prepared, {"error": prepared.error}))
                     progress.add(0, is_failed=True)
                     continue
                 while self.ordered and prepared.position - writer.num_in_order > _MAX_AHEAD:
-                    if under_way:
-                        yield NO_PROMPT, None
+                    if num_under_way:
+                        yield None
                     else:
                         time.sleep(_PAUSE_SECONDS)  # The writer has all that it needs.
                 packages.check(prepared.line)
-                under_way[next(indices)] = prepared
+                num_under_way += 1
                 progress.hand_out(prepared.line)
-                yield prepared.line.prompt, prepared.line.params
+                yield prepared
 
-        pairs, same_pairs = tee(requests())
-        prompts, params = (prompt for prompt, _ in pairs), (params for _, params in same_pairs)
-        outputs: Any = llm.generate_iter(prompts, params, on_error="return")
+        outputs: Any = self.task.answer(llm, checked())
         with closing(outputs):
-            for index, output in outputs:
-                writer.put((under_way.pop(index), output))
-                progress.add(num_completion_tokens(output), "error" in output)
+            for prepared, output in outputs:
+                num_under_way -= 1
+                writer.put((prepared, output))
+                progress.add(self.task.num_tokens(output), "error" in output)
                 if writer.error is not None:
                     return
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.reader import Prepared, ReadAhead, ReadPlan
+from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.reader import ReadAhead, ReadPlan
 from nanovllm.jobs.writer import Finished
 
 _WINDOW = 4096  # Lines that one reading process takes before the next one; they are grouped by their beginnings.

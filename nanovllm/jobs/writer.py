@@ -4,16 +4,18 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
 from typing_extensions import Self
 
 from nanovllm.jobs.folder import Counts
-from nanovllm.jobs.lines import Row, answer_row, read_answer
+from nanovllm.jobs.lines import Row, read_answer
 from nanovllm.jobs.part_writer import PartWriter
-from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.row_json import row_json
+from nanovllm.jobs.task import Output, Task
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.text_json import to_json
 
@@ -21,8 +23,6 @@ SYNC_SECONDS = 2.0  # A crash of the machine loses the rows of this time.
 _PAUSE_SECONDS = 0.05  # Rows are written together: each time the thread wakes up, the engine's thread may have to wait.
 _MAX_WAITING = 1 << 15
 _INDEX = re.compile(r"^(prompts|sampling_params)\[\d+\]: ")
-
-Output = Mapping[str, Any]  # a RequestOutput, or only an "error" for a line that is wrong
 
 
 class Finished(NamedTuple):
@@ -35,14 +35,19 @@ class Finished(NamedTuple):
     num_completion_tokens: int = 0
 
 
-def make_rows(batch: Iterable[tuple[Prepared, Output]], responder: Responder) -> list[Finished]:
+def make_rows(batch: Iterable[tuple[Prepared, Output]], task: Task, responder: Responder) -> list[Finished]:
     rows = []
     for prepared, output in batch:
         if prepared.line is None or "error" in output:
             rows.append(error_line(prepared, output["error"]))
+            continue
+        try:
+            row = task.row(prepared.id, prepared.line, output, responder)
+            text = row_json(row, task.packs_vectors)
+        except ValueError as error:
+            rows.append(error_line(prepared, str(error)))
         else:
-            row = answer_row(prepared.id, prepared.line, output, responder)
-            rows.append(Finished(prepared.position, False, to_json(row), *read_answer(row)[1:]))
+            rows.append(Finished(prepared.position, False, text, *read_answer(row)[1:]))
     return rows
 
 

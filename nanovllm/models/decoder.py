@@ -35,6 +35,7 @@ from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.state_cells import StateCells
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.expert_tensors import Content, ExpertPart, stacked_experts
+from nanovllm.models.heads import NoVocabulary, head_of, make_score
 from nanovllm.models.hf_config import check_switches, get_head_dim
 from nanovllm.models.spec import DecoderSpec, LayerHeads
 from nanovllm.utils.context import get_context
@@ -309,12 +310,21 @@ class DecoderForCausalLM(nn.Module, ABC):
         spec = replace(spec, windows=windows)
         mlps = [self.mlp(config, spec, i, tp, matmul) for i in range(config.num_hidden_layers)]
         self.model = DecoderModel(config, spec, mlps, max_position, backend, tp, matmul)
-        tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
         self.logit_softcap = spec.logit_softcap
-        self.lm_head = ParallelLMHead(
-            config.vocab_size, config.hidden_size, tp=tp, tied_to=tied_to, shard_multiple=SHARD_MULTIPLE
-        )
-        scale_while_loading([self.model.norm], spec.logit_scale)
+        self.lm_head: Any = None
+        # What its hidden states are multiplied by to be the family's own: the norm has the scale of the logits.
+        self.hidden_scale = 1.0
+        if head_of(config) == "vocabulary":
+            tied_to = self.model.embed_tokens if config.tie_word_embeddings else None
+            self.lm_head = ParallelLMHead(
+                config.vocab_size, config.hidden_size, tp=tp, tied_to=tied_to, shard_multiple=SHARD_MULTIPLE
+            )
+            scale_while_loading([self.model.norm], spec.logit_scale)
+            self.hidden_scale = 1 / spec.logit_scale
+        else:
+            self.score = make_score(config)
+            head = NoVocabulary(self.score)
+            vars(self).update(compute_logits=head.compute, gather_logits=head.gather)
         scale_while_loading(self._last_projections(), spec.residual_scale)
 
     def _last_projections(self) -> list[nn.Module]:

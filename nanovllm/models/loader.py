@@ -44,6 +44,7 @@ _UNUSED = (
 _UNUSED_PARTS = ("mtp.",)
 _ONES = ("norm.weight", "layer_scalar", "expert_scales")  # of random weights
 _INTEGERS = ("I32", "I64", "U8")
+_BARE_EMBEDDING = EMBEDDING.removeprefix("model.")
 _HINT = "is config.json the same model's?"
 _MAX_NAMED = 5
 _ROWS_AT_ONCE = 4096
@@ -209,6 +210,12 @@ def has_other_head(directory: str, prefixes: Mapping[str, str], lora: str | None
         return not all(torch.equal(head[some].float(), embedding[some].float()) for some in rows)
 
 
+def has_tensor(directory: str, name: str) -> bool:
+    """Whether a checkpoint holds a tensor of this name. Raises as load_model does for damaged files."""
+    with ExitStack() as stack:
+        return name in open_tensors(directory, stack, {})
+
+
 def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
     """Load every tensor in several threads, at most as many as torch computes with. Raises the first error, or
     Ctrl-C's, when no thread is loading any more."""
@@ -292,7 +299,7 @@ def open_tensors(
             parts = split_experts(name, content) or {name: content}
             tensors |= {part: _Tensor(its_content, path) for part, its_content in parts.items()}
     if not any(name.startswith(tuple(prefixes)) for name in tensors):
-        return tensors
+        return _with_prefix(tensors) if _BARE_EMBEDDING in tensors else tensors
     return {ours: tensor for name, tensor in tensors.items() if (ours := _our_name(name, prefixes))}
 
 
@@ -307,6 +314,14 @@ def _with_adapter(
     if lora is None:
         return tensors
     return tensors | {name: _Tensor(*each) for name, each in merge_adapter(tensors, lora, stack, prefixes).items()}
+
+
+def _with_prefix(tensors: dict[str, _Tensor]) -> dict[str, _Tensor]:
+    """The tensors of a decoder that was saved without a head, as embedding models are: its names are ours without their
+    beginning."""
+    return {
+        name if name.startswith(("score.", "lm_head.")) else f"model.{name}": each for name, each in tensors.items()
+    }
 
 
 def _our_name(name: str, prefixes: Mapping[str, str]) -> str | None:

@@ -133,13 +133,22 @@ def _asked(name: str, option: str, revision: str | None) -> str:
 
 def read_json(file: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises FileNotFoundError or ValueError, naming the file."""
+    return _read(file, dict, "object")
+
+
+def read_json_list(file: Path) -> list[Any]:
+    """The JSON array in a file. Raises as read_json."""
+    return _read(file, list, "array")
+
+
+def _read(file: Path, kind: type, name: str) -> Any:
     check_readable(file)
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: is not valid JSON ({error}): download it again") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{file}: must hold a JSON object, not a {type(content).__name__}: download it again")
+    if not isinstance(content, kind):
+        raise ValueError(f"{file}: must hold a JSON {name}, not a {type(content).__name__}: download it again")
     return content
 
 

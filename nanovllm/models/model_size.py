@@ -112,7 +112,8 @@ def model_bytes(config: ModelOptions, model: "LoadedModel") -> ModelBytes:
 def packed_head_bytes(config: ModelOptions, model: "LoadedModel") -> int:
     """What a rank on a CPU holds beside `model_bytes`: of a head that is tied to the embedding, a packed copy
     (`layers.formats.packed`)."""
-    return model.lm_head.weight.nbytes if config.hf_config.tie_word_embeddings else 0
+    head = model.lm_head
+    return head.weight.nbytes if head is not None and config.hf_config.tie_word_embeddings else 0
 
 
 def attention_shapes(config: ModelOptions, tp: TensorParallel, device: torch.device) -> list[AttentionShape]:

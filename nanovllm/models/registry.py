@@ -4,6 +4,7 @@ import re
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nanovllm.models.heads import generating_name
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.pages import page
 
@@ -42,11 +43,16 @@ ARCHITECTURES = {
 
 
 def find_architecture(architectures: list[str] | None, model_type: str | None, where: str = "config.json") -> str:
-    """The first of these architectures that we have. Raises ValueError, naming `where` they come from, if there is
-    none."""
+    """The first of these architectures that we have, by the name of what generates with the same decoder. Raises
+    ValueError, naming `where` they come from, if there is none."""
     for name in architectures or []:
-        if name in ARCHITECTURES:
-            return name
+        if generating_name(name) in ARCHITECTURES:
+            return generating_name(name)
+        if name.endswith("ForTokenClassification"):
+            raise ValueError(
+                f"{where}: architectures={architectures}: models that label each token are not supported; those that "
+                "label a whole text are (...ForSequenceClassification)"
+            )
     given = f"{where}: architectures={architectures or None} (model_type {quoted(model_type)}): "
     if not architectures and (meant := _of_model_type(model_type)):
         raise ValueError(f'{given}is missing; write "architectures": ["{meant}"], if the weights are of that model')

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.model_files import OTHER_FILES, download, find_directory, read_json
+from nanovllm.models.sentence_files import is_sentence_model
 from nanovllm.utils.checks import one_line, quoted
 
 if TYPE_CHECKING:
@@ -85,7 +86,24 @@ def load_tokenizer(model: str, directory: str | None) -> "PreTrainedTokenizerBas
     if code := _own_code(directory):
         logger.info("%s: auto_map names code of the checkpoint, %s, which is not run", directory, code)
     _warn_without_bos(tokenizer, directory)
+    if is_sentence_model(directory):
+        _end_texts(tokenizer, Path(directory, _CONFIG))
     return tokenizer
+
+
+def _end_texts(tokenizer: "PreTrainedTokenizerBase", config: Path) -> None:
+    """Let each text end with the end-of-sequence token, where an embedding model's settings say so and its tokenizer
+    has not learned of it: classes of transformers ignore the setting, and the vector is that of this token."""
+    if not config.is_file() or read_json(config).get("add_eos_token") is not True:
+        return
+    eos, eos_id, backend = tokenizer.eos_token, tokenizer.eos_token_id, getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not isinstance(eos, str) or tokenizer("a")["input_ids"][-1:] == [eos_id]:
+        return
+    from tokenizers import processors
+
+    end = processors.TemplateProcessing(single=f"$A {eos}", pair=f"$A $B:1 {eos}:1", special_tokens=[(eos, eos_id)])
+    own = backend.post_processor
+    backend.post_processor = end if own is None else processors.Sequence([own, end])
 
 
 def _load(cls: "type[AutoTokenizer | PreTrainedTokenizerBase]", directory: str) -> "PreTrainedTokenizerBase":

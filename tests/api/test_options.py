@@ -22,11 +22,12 @@ import pytest
 import torch
 from configs import dummy
 
-from nanovllm import SamplingParams, StructuredOutputsParams
+from nanovllm import PoolingParams, SamplingParams, StructuredOutputsParams
 from nanovllm.config import Config
 from nanovllm.engine.text.formats.all_formats import FORMATS
 from nanovllm.engine_options import EngineOptions
 from nanovllm.jobs.lines import LineFormat
+from nanovllm.jobs.tasks.embed import EmbedFormat
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.models.presets import preset_config
 from nanovllm.utils.checks import quoted
@@ -183,6 +184,10 @@ OF_CONFIG = {
     ),
     "lora": name("a name, or None", [None]),
     "load_format": choice("auto", "dummy")._replace(right=["dummy"]),
+    # What a checkpoint can do is its files' matter: see tests/vectors.
+    "task": choice("auto", "generate", "embed", "classify", "rerank")._replace(
+        right=["generate", "embed", "rerank"], kept=[("auto", "generate")]
+    ),
     "attention_backend": choice("auto", "flash_attn", "triton", "torch"),
     "enable_prefix_caching": flag(),
     "mixed_step_rows": integer(
@@ -312,8 +317,18 @@ OF_LINES = {
     "split_reasoning": flag(converts=False),
     "split_tool_calls": flag(converts=False),
 }
-SPECS = {Config: OF_CONFIG, SamplingParams: OF_SAMPLING_PARAMS, LineFormat: OF_LINES}
+OF_EMBEDDING_LINES = {
+    "id_column": OF_LINES["id_column"],
+    "embedding_dtype": choice("float32", "float16"),
+}
+SPECS = {Config: OF_CONFIG, SamplingParams: OF_SAMPLING_PARAMS, LineFormat: OF_LINES, EmbedFormat: OF_EMBEDDING_LINES}
 SPECS[StructuredOutputsParams] = OF_STRUCTURED_OUTPUTS
+SPECS[PoolingParams] = {
+    "pooling": choice("auto", "last", "mean", "cls"),
+    "normalize": flag(),
+    "dimensions": integer(1, 2**31 - 1, "an integer in 1..the model's hidden_size, or None", None),
+    "task": choice("auto", "embed", "classify", "rerank"),
+}
 
 
 def make(cls: type, **options: Any) -> Any:
@@ -332,7 +347,7 @@ OPTIONS = [pytest.param(cls, name, id=f"{cls.__name__}-{name}") for cls in SPECS
 def test_every_option_has_rules_and_a_row():
     for cls, specs in SPECS.items():
         assert set(declared(cls)) == set(specs)
-        if cls is not LineFormat:  # Some options of lines are checked by what reads them.
+        if cls not in (LineFormat, EmbedFormat):  # Some options of lines are checked by what reads them.
             assert set(specs) == {field.name for field in dataclasses.fields(cls)}
 
 
@@ -407,6 +422,12 @@ TOGETHER = [
     (Config, {"mixed_step_rows": 8, "tensor_parallel_size": 2}, "=8: must be 0 or None with tensor_parallel_size=2"),
     (Config, {"mixed_step_rows": 8} | PLAIN, "=8: must be 0 or None with plain=True"),
     (Config, {"speculation": "suffix"} | PLAIN, "='suffix': must be None with plain=True"),
+    (Config, {"task": "embed"} | PLAIN, "='embed': must be 'generate' or 'auto' with plain=True"),
+    (
+        Config,
+        {"task": "embed", "speculation": "suffix"},
+        "='embed': must be 'generate' or 'auto' with speculation='suffix'",
+    ),
     (Config, {"tokenizer": "a", "skip_tokenizer_init": True}, "='a': must be None with skip_tokenizer_init=True"),
     (Config, {"lora": "a"}, "='a': must be None with load_format='dummy'"),
     (SamplingParams, {"min_tokens": 65}, "=65: must be at most max_tokens, 64"),

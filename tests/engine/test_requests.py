@@ -37,7 +37,12 @@ def check_length(num_tokens: int) -> None:
 
 
 config = SimpleNamespace(
-    hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE), eos=(), kvcache_block_size=16, seed=0, features=()
+    hf_config=SimpleNamespace(vocab_size=VOCAB_SIZE),
+    eos=(),
+    kvcache_block_size=16,
+    seed=0,
+    features=(),
+    task="generate",
 )
 maker = SequenceMaker(config, None, SimpleNamespace(check=check_length, max_seq_len=LONGEST, remedy=""))
 

@@ -415,7 +415,7 @@ def test_bad_bodies(running, text, status, message):
 def test_other_routes_and_kinds_of_bodies(running):
     port = running.listener.getsockname()[1]
     assert post_text(port, "{}", kind="text/plain")[0] == 415
-    status, body = post_text(port, "{}", url="/v1/embeddings")
+    status, body = post_text(port, "{}", url="/v1/images/generations")
     assert (status, body["error"]["type"]) == (404, "invalid_request_error")
     assert post_text(port, "{}", url="/v1/models")[0] == 405
 

@@ -14,6 +14,7 @@ from kernel_harness import nightly
 from nanovllm.jobs import run_batch, work
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadAhead, ReadPlan
+from nanovllm.jobs.tasks.generate import Generate
 
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo-model"
 NUM_LINES, MAX_BYTES = 120, 5000  # The answers take more.
@@ -77,7 +78,7 @@ def test_starved_killed_and_interrupted(tmp_path, monkeypatch, second):
 def test_the_reading_process(tmp_path):
     """What it raises is raised here, as is its death, and it does not outlive the job."""
     file = write_lines(tmp_path / "prompts.jsonl", prompts(3))
-    plan = ReadPlan([str(file)], LineFormat(), str(tmp_path), None, None, 256, None)
+    plan = ReadPlan([str(file)], Generate(LineFormat()), str(tmp_path), None, None, 256, None)
     with ReadAhead(plan) as lines, pytest.raises(FileNotFoundError, match=r"holds no tokenizer\.json"):
         list(lines)
     with ReadAhead(plan) as lines:

@@ -15,6 +15,7 @@ from nanovllm.jobs.inputs import Inputs, hash_id, scan
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
+from nanovllm.jobs.tasks.generate import Generate
 
 
 def answer(number: int) -> str:
@@ -38,7 +39,7 @@ def small_parts(monkeypatch):
 def parquet(tmp_path):
     (tmp_path / "in.jsonl").write_text("".join(f'{{"id": "line-{i}", "prompt": "a"}}\n' for i in range(12)))
     inputs = Inputs([str(tmp_path / "in.jsonl")])
-    return ParquetFormat(inputs, LineFormat(), scan(inputs))
+    return ParquetFormat(inputs, Generate(LineFormat()), scan(inputs))
 
 
 def seen_of(folder) -> list[bytes]:

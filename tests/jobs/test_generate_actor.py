@@ -16,6 +16,7 @@ from nanovllm.jobs.generate_actor import SharedEngine
 from nanovllm.jobs.lines import Line, LineFormat
 from nanovllm.jobs.ray_engine import RayEngine
 from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.tasks.generate import Generate
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def test_blocks_of_many_threads_share_the_batch(fresh_llm):
     batch_sizes = []
     run = fresh_llm.model_runner.prepare
     fresh_llm.model_runner.prepare = lambda step: batch_sizes.append(len(step.seqs)) or run(step)
-    engine = SharedEngine(fresh_llm)
+    engine = SharedEngine(fresh_llm, Generate(LineFormat()))
     with ThreadPoolExecutor(12) as threads:
         outputs = list(threads.map(partial(answers, engine), blocks))
     assert [[output["token_ids"] for output in block] for block in outputs] == [
@@ -56,7 +57,7 @@ def test_blocks_of_many_threads_share_the_batch(fresh_llm):
 
 
 def test_a_request_joins_those_under_way(fresh_llm):
-    engine = SharedEngine(fresh_llm)
+    engine = SharedEngine(fresh_llm, Generate(LineFormat()))
     long = [line(0, [1, 2, 3], 150)]
     with ThreadPoolExecutor(1) as threads:
         waiting = threads.submit(answers, engine, long)
@@ -69,7 +70,7 @@ def test_a_request_joins_those_under_way(fresh_llm):
 
 
 def test_a_request_that_cannot_be_served_fails_alone(fresh_llm):
-    engine = SharedEngine(fresh_llm)
+    engine = SharedEngine(fresh_llm, Generate(LineFormat()))
     outputs = answers(engine, [*lines(0, 3), line(3, [1] * 5000, 3), *lines(4, 2)])
     assert ["error" in output for output in outputs] == [False, False, False, True, False, False]
     assert "5000 tokens" in outputs[3]["error"]
@@ -82,7 +83,7 @@ def test_an_engine_that_dies_says_why(fresh_llm):
         raise RuntimeError("a step that fails")
 
     fresh_llm.model_runner.prepare = fail
-    engine = SharedEngine(fresh_llm, ended.set)
+    engine = SharedEngine(fresh_llm, Generate(LineFormat()), ended.set)
     engine.check()
     engine.submit(lines(0, 1), lambda pair: None)
     assert ended.wait(60)
@@ -100,7 +101,7 @@ def test_replicas_need_ray(path, tmp_path, monkeypatch):
 
 def test_an_engine_tells_its_tokens_and_a_missing_package(fresh_llm, path, monkeypatch):
     pytest.importorskip("llguidance")
-    monkeypatch.setattr(ray_engine, "start_engine", lambda *_: SharedEngine(fresh_llm))
+    monkeypatch.setattr(ray_engine, "start_engine", lambda *_: SharedEngine(fresh_llm, Generate(LineFormat())))
     engine = RayEngine()
     assert engine.start(Arguments(str(path), {}), 1).error is None
     line_format = LineFormat({"max_tokens": 5, "ignore_eos": True})

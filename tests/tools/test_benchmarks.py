@@ -32,6 +32,16 @@ def test_the_hosts_time_is_measured_without_a_model():
     assert run("host_batches", "--workload", "laptop", "--passes", 1).splitlines()[-1].startswith("laptop")
 
 
+def test_texts_are_embedded_beside_transformers(path, tmp_path):
+    file = tmp_path / "out.json"
+    sizes = "--texts", 20, "--shortest", 3, "--longest", 40, "--passes", 1, "--device", "cpu"
+    run("embedding", "--model", path, "--compare", "transformers", "--json", file, *sizes)
+    report = json.loads(file.read_text())
+    assert set(report["seconds"]) == {"nanovllm", "transformers"}
+    assert 60 <= report["tokens"] <= 800
+    assert report["share_of_floor"] > 0
+
+
 @pytest.mark.nightly
 def test_as_many_proposed_tokens_are_right_as_asked(tmp_path):
     model, file = make_checkpoint(tmp_path, vocab_size=10_016), tmp_path / "out.json"

@@ -178,7 +178,8 @@ class Dispatcher:
                 completion.text_stream.pieces.append(text)
             changed[seq] = None
             if end is not None:
-                completion.finish_reason, completion.stop_reason, completion.error, completion.prompt_logprobs = end
+                completion.finish_reason, completion.stop_reason, completion.error = end[:3]
+                completion.prompt_logprobs, completion.vector = end[3:]
                 completion.text = text if completion.text_stream is None else completion.text_stream.finish(seq)
                 self._end(seq)
                 finished.append(seq)

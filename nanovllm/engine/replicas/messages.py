@@ -15,6 +15,7 @@ import torch
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.outputs import EngineStats
 from nanovllm.engine.text.sequence_maker import SequenceMaker
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
 
 # From the caller.
@@ -54,7 +55,7 @@ class Work(NamedTuple):
     is_movable: np.ndarray
     prompts: np.ndarray
     lengths: np.ndarray
-    asked: list[tuple[SamplingParams, dict[int, str]]]
+    asked: list[tuple[SamplingParams | PoolingParams, dict[int, str]]]
     reads_steps: bool
     streams: bool
 
@@ -75,7 +76,7 @@ class Work(NamedTuple):
             np.array([seq.seq_id not in moved for seq in seqs], bool),
             np.frombuffer(prompts, np.int32) if prompts else np.zeros(0, np.int32),
             np.array([seq.num_prompt_tokens for _, seq in firsts.values()], np.int32),
-            [(seq.request.params, seq.request.stop_tokens) for _, seq in firsts.values()],
+            [(seq.request.asked, seq.request.stop_tokens) for _, seq in firsts.values()],
             reads_steps,
             streams,
         )
@@ -100,6 +101,7 @@ class End(NamedTuple):
     stop_reason: str | int | None
     error: str | None
     prompt_logprobs: Any
+    vector: Any
 
 
 class News(NamedTuple):
@@ -168,7 +170,8 @@ def _times(seq: Sequence) -> tuple[float, float, float]:
 
 def _end(seq: Sequence) -> End:
     completion = seq.completion
-    return End(str(completion.finish_reason), completion.stop_reason, completion.error, completion.prompt_logprobs)
+    how = str(completion.finish_reason), completion.stop_reason, completion.error
+    return End(*how, completion.prompt_logprobs, completion.vector)
 
 
 # -- weights -----------------------------------------------------------------------------------------------------------

@@ -32,14 +32,14 @@ def send_tokens(
     """
     step.tokens = host
     return_tokens(tokens, host)
-    step.logprobs = logprobs and logprobs.map(_start_copy)
-    step.prompt_logprobs = prompt_logprobs and prompt_logprobs.map(_start_copy)
+    step.logprobs = logprobs and logprobs.map(start_copy)
+    step.prompt_logprobs = prompt_logprobs and prompt_logprobs.map(start_copy)
     if tokens.device.type == "cuda":
         step.event = torch.cuda.Event()
         step.event.record()
 
 
-def _start_copy(tensor: torch.Tensor) -> torch.Tensor:
+def start_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A copy on the host, which is there once the stream has got here."""
     if tensor.device.type != "cuda":
         return tensor.clone()

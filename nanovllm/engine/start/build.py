@@ -19,7 +19,7 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.step_rows import mixed_step_rows
 from nanovllm.layers.matmul.table import Key, Table, load_table
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.sampler import Sampler
+from nanovllm.layers.sampler import NoSampler, Sampler
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM
@@ -56,14 +56,15 @@ class Parts(NamedTuple):
     kv_store: PagedKVCache
     mixed_step_rows: int
     decode_inputs: DecodeInputs
-    sampler: Sampler
+    sampler: Sampler | NoSampler
 
 
 def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Parts:
     table = load_table(device)  # First, because a user's table may be broken.
     shapes = attention_shapes(config, tp, device)
     backend = select_backend(config.attention_backend, *shapes)
-    has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
+    generates = config.task == "generate"
+    has_graphs = generates and config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
     # With two GPUs it gained nothing.
     uses_quack = tp.size == 1 and not config.plain
     quack = load_quack(config.dtype, device, decodes=has_graphs) if uses_quack else None
@@ -81,11 +82,16 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         logger.info("weights of linear layers: %s", config.weight_format.name)
     stores: list[Store] = model.make_stores(shapes[0], config.state_dtype)
     kv_store = next(store for store in stores if isinstance(store, PagedKVCache))
-    has_cells, num_mixed_rows, sampler = len(stores) > 1, 0, Sampler()
+    sampler: Sampler | NoSampler = Sampler()
+    has_cells, num_mixed_rows = len(stores) > 1, 0
     if not isinstance(model, PlainQwen3):
-        num_mixed_rows = choose_mixed_step_rows(config, has_graphs, has_cells, gate_up_weight(model), table)
+        if generates:
+            num_mixed_rows = choose_mixed_step_rows(config, has_graphs, has_cells, gate_up_weight(model), table)
         head = model.lm_head
-        sampler = Sampler(tp, head.vocab_start_idx, head.num_embeddings_per_partition)
+        if generates and head is not None:
+            sampler = Sampler(tp, head.vocab_start_idx, head.num_embeddings_per_partition)
+        else:
+            sampler = NoSampler()
     max_model_len = cast(int, config.max_model_len)  # The checks made it a number.
     group_rows = 1 + config.max_speculative_tokens if config.speculation else 1
     max_rows = max(config.max_decode_rows, num_mixed_rows)

@@ -86,7 +86,8 @@ def trace_steps(runner: StepRunner) -> None:
     for store in runner.stores:
         store.allocate(num_blocks, 1, is_shared=True)
     seq = _decoding_sequence(block_size)
-    for size in telling_batch_sizes(config.max_decode_rows):
+    # An engine that only makes vectors has no decode steps.
+    for size in telling_batch_sizes(config.max_decode_rows) if config.task == "generate" else ():
         _compute(runner, Step([seq] * size, False))
         if runner.backend.shares_reads and size > 1:
             _compute(runner, _speculative_step(seq, size, 1 + config.max_speculative_tokens))

@@ -5,7 +5,8 @@ from copy import copy
 from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
-from nanovllm.models.loader import check_checkpoint, has_other_head
+from nanovllm.models.heads import head_of, note_score_bias
+from nanovllm.models.loader import check_checkpoint, has_other_head, has_tensor
 from nanovllm.models.model_size import meta_model, model_bytes, packed_head_bytes
 from nanovllm.models.registry import model_class
 from nanovllm.utils.checks import require
@@ -37,8 +38,11 @@ def check_model(config: Config, rank: int, free: int) -> None:
         f"1 of one engine: LLM(model, data_parallel_size={number}) has several",
     )
     has_files = rank == 0 and config.load_format != "dummy"
-    if has_files and config.hf_config.tie_word_embeddings:
+    if has_files and config.hf_config.tie_word_embeddings and head_of(config.hf_config) == "vocabulary":
         untie_other_head(config)
+    if has_files and head_of(config.hf_config) == "classes" and has_tensor(config.model, "score.bias"):
+        config.hf_config = copy(config.hf_config)
+        note_score_bias(config.hf_config)
     model = meta_model(config, rank)
     if has_files:
         check_checkpoint(model, config.model, config.lora)

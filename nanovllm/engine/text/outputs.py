@@ -1,11 +1,14 @@
 """What callers get: results, deltas of a stream, counters of the engine. docs/reference.md describes them."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypeVar, cast
 
 from typing_extensions import NotRequired, TypedDict
 
 from nanovllm.engine.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class RequestMetrics(TypedDict):
@@ -72,6 +75,7 @@ class StreamDelta(TypedDict):
     finish_reason: FinishReason | None  # on a completion's last delta, like stop_reason and error
     stop_reason: str | int | None
     error: NotRequired[str]
+    output: NotRequired[Any]  # only of a request with PoolingParams: what embed, classify or rerank_iter gives of it
 
 
 class ChatDelta(StreamDelta):
@@ -88,6 +92,50 @@ class Score(TypedDict):
     token_ids: list[int]  # the completion's
     logprobs: list[float]  # of each token, given all tokens before it
     total: float  # their sum
+
+
+class EmbeddingOutput(TypedDict):
+    """One text's vector."""
+
+    embedding: "np.ndarray | None"  # float32 [dimensions or hidden_size]; None with error
+    num_prompt_tokens: int
+    num_cached_tokens: int  # that the prefix cache supplied
+    error: NotRequired[str]  # with on_error="return": why there is no vector
+
+
+class ClassOutput(TypedDict):
+    """What a model with a classification head says of one text. With an error the first three are None."""
+
+    logits: "np.ndarray | None"  # float32 [num_labels]
+    probs: "np.ndarray | None"  # likewise: their softmax; of one label its sigmoid
+    label: str | None  # the name of the likeliest
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    error: NotRequired[str]
+
+
+class RankOutput(TypedDict):
+    """How well one document answers one query."""
+
+    relevance_score: float | None  # 0 to 1; None with error
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    error: NotRequired[str]
+
+
+class RankedDocument(TypedDict):
+    """One of the documents that were ranked."""
+
+    index: int  # among the documents
+    document: str
+    relevance_score: float
+
+
+class ChoiceScores(TypedDict):
+    """How likely the model finds each of several completions of a prompt."""
+
+    logprobs: list[float]  # of each whole choice
+    best: int  # the index of the likeliest
 
 
 class EngineStats(TypedDict):

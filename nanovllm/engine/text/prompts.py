@@ -62,6 +62,8 @@ def read_prompt(prompt: Any) -> str | list[int]:
     """A prompt's text or token ids. The items of the list are not checked. Raises TypeError or ValueError."""
     if isinstance(prompt, str | list):
         return prompt
+    if isinstance(prompt, Exception):  # of one that could not be made
+        raise prompt
     if isinstance(prompt, Mapping):
         if "input_ids" in prompt:
             rows = _encoded_rows(prompt)

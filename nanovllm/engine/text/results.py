@@ -1,9 +1,9 @@
 """Results: from finished sequences to what callers get."""
 
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.outputs import (
@@ -15,30 +15,6 @@ from nanovllm.engine.text.outputs import (
     SampleOutput,
     as_result,
 )
-
-
-class Results:
-    """Makes each request's result when the last of its samples has finished, while the device works on the others.
-
-    `ready` is {index of the request: its result}, in the order in which they were made.
-    """
-
-    ready: dict[int, RequestOutput | ErrorOutput]
-
-    def __init__(self, requests: Iterable[object] = ()) -> None:
-        """requests: sequences, or the exception that refuses the request, whose result is ready then."""
-        self._samples: dict[int, list[Sequence]] = defaultdict(list)  # finished, of requests that are not
-        self.ready = {i: error_output(each) for i, each in enumerate(requests) if isinstance(each, Exception)}
-
-    def record(self, finished: list[Sequence]) -> None:
-        """Sequences that are complete, with their texts."""
-        for seq in finished:
-            index = seq.request.prompt_index
-            samples = self._samples[index]
-            samples.append(seq)
-            if len(samples) == seq.request.params.n:
-                self.ready[index] = request_output(sorted(samples, key=attrgetter("completion.sample")))
-                del self._samples[index]
 
 
 def request_output(samples: list[Sequence]) -> RequestOutput:
@@ -99,3 +75,29 @@ def _sample_output(seq: Sequence) -> SampleOutput:
     if completion.error is not None:
         output["error"] = completion.error
     return cast(SampleOutput, Result(output))
+
+
+class Results:
+    """Makes each request's result when the last of its samples has finished, while the device works on the others.
+
+    `ready` is {index of the request: its result}, in the order in which they were made.
+    """
+
+    ready: dict[int, Any]
+    make_output: Callable[[list[Sequence]], Any] = staticmethod(request_output)
+    make_error: Callable[[Exception], Any] = staticmethod(error_output)
+
+    def __init__(self, requests: Iterable[object] = ()) -> None:
+        """requests: sequences, or the exception that refuses the request, whose result is ready then."""
+        self._samples: dict[int, list[Sequence]] = defaultdict(list)  # finished, of requests that are not
+        self.ready = {i: self.make_error(each) for i, each in enumerate(requests) if isinstance(each, Exception)}
+
+    def record(self, finished: list[Sequence]) -> None:
+        """Sequences that are complete, with their texts."""
+        for seq in finished:
+            index = seq.request.prompt_index
+            samples = self._samples[index]
+            samples.append(seq)
+            if len(samples) == seq.request.params.n:
+                self.ready[index] = self.make_output(sorted(samples, key=attrgetter("completion.sample")))
+                del self._samples[index]

@@ -4,19 +4,23 @@ import secrets
 from array import array
 from collections.abc import Iterable
 from copy import copy
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from xxhash import xxh64_intdigest
 
 from nanovllm.config import Config
+from nanovllm.engine.features.pooling.pooled_sequence import PooledSequence
 from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.detokenizer import Detokenizer
+from nanovllm.engine.text.pooled_requests import PooledRequests
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
 from nanovllm.engine.text.prompts import Prompt, as_array, read_prompt
 from nanovllm.engine.text.special_options import NOTHING_SPECIAL, SpecialOptions
 from nanovllm.engine.text.text_stream import TextStream
+from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
 
@@ -44,8 +48,15 @@ class SequenceMaker:
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
         self._length_limit = length_limit
         self._special = SpecialOptions(config, tokenizer, self.detokenizer)
+        self._generates = config.task == "generate"
+        self._config, self._tokenizer = config, tokenizer
 
-    def make_one(self, prompt: Prompt, params: SamplingParams, streams: bool = False) -> list[Sequence]:
+    @cached_property
+    def pooled(self) -> PooledRequests:
+        """What requests can be asked for that want a vector."""
+        return PooledRequests(self._config, self._tokenizer)
+
+    def make_one(self, prompt: Prompt, params: SamplingParams | PoolingParams, streams: bool = False) -> list[Sequence]:
         """The samples of one request. streams: as in make_all. Raises as make_all."""
         (token_ids,) = self.encoder.encode([prompt])
         return self._make(token_ids, params, "prompt: ", "sampling_params: ", streams=streams)
@@ -53,7 +64,7 @@ class SequenceMaker:
     def make_all(
         self,
         prompts: Iterable[Prompt],
-        params: Iterable[SamplingParams],
+        params: Iterable[SamplingParams | PoolingParams],
         on_error: str = "raise",
         start: int = 0,
         streams: bool = False,
@@ -100,7 +111,7 @@ class SequenceMaker:
     def _make(
         self,
         token_ids: list[int] | Exception,
-        params: SamplingParams,
+        params: SamplingParams | PoolingParams,
         where: str,
         where_params: str,
         index: int = 0,
@@ -115,8 +126,8 @@ class SequenceMaker:
                 self._length_limit.check(len(tokens))
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}{error}") from error
-        if not isinstance(params, SamplingParams):
-            raise TypeError(f"{where_params}must be a SamplingParams, not {type(params).__name__}")
+        if not (self._generates and isinstance(params, SamplingParams)):
+            return self._make_pooled(tokens, params, where_params, index)
         special = NOTHING_SPECIAL
         names_tokens = params.stop or params.stop_token_ids or params.edits_logits or params.logprob_token_ids
         has_form = params.structured_outputs is not None or params.thinking_token_budget is not None
@@ -143,6 +154,13 @@ class SequenceMaker:
                 completion.thinking = copy(special.thinking)
             seqs.append(special.sequence(tokens, params, request, completion, of_sample))
         return seqs
+
+    def _make_pooled(self, tokens: array, params: object, where_params: str, index: int) -> list[Sequence]:
+        """The one sequence of a request that asks for a vector. Raises TypeError or ValueError for any other."""
+        request = self.pooled.make(params, where_params)
+        request.request_id, request.prompt_index = self.num_requests, index
+        self.num_requests += 1
+        return [PooledSequence(tokens, request)]
 
     def encode_all(self, prompts: list[Prompt], name: str, **options: bool) -> list[array]:
         """Token ids of each prompt. Raises ValueError or TypeError, with the name and the index of a wrong one."""

@@ -4,11 +4,12 @@ from collections.abc import Iterator
 from itertools import islice, takewhile
 from typing import Any, cast
 
+from nanovllm.engine.features.pooling.pooled_sequence import PooledSequence
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.outputs import ErrorOutput, FinishReason, RequestOutput, StreamDelta, as_result
+from nanovllm.engine.text.pooled_outputs import pooled_output
 from nanovllm.engine.text.prompts import Prompt
-from nanovllm.engine.text.results import Results, completion_logprobs, error_output
-from nanovllm.sampling_params import SamplingParams
+from nanovllm.engine.text.results import Results, completion_logprobs
 
 # Among the prompts of generate_iter: there is none at the moment, and another may come later.
 NO_PROMPT: Any = object()
@@ -37,6 +38,8 @@ def new_deltas(seqs: list[Sequence], finished: list[Sequence]) -> Iterator[Strea
         )
         if is_last and completion.error is not None:
             delta["error"] = completion.error
+        if isinstance(seq, PooledSequence) and is_last:
+            delta["output"] = pooled_output(seq)
         yield as_result(delta)
 
 
@@ -51,7 +54,7 @@ def _new_text(seq: Sequence, is_last: bool) -> str:
 class PromptFeed(Results):
     """Takes prompts from an iterable, and returns their results: as they come, or in the prompts' order."""
 
-    def __init__(self, pairs: Iterator[tuple[Prompt, SamplingParams]], max_ahead: int | None):
+    def __init__(self, pairs: Iterator[tuple[Prompt, Any]], max_ahead: int | None):
         """max_ahead: in order, prompts taken beyond the last returned result, at most. None: results as they come."""
         super().__init__()
         self.num_taken = 0
@@ -59,7 +62,7 @@ class PromptFeed(Results):
         self._max_ahead = max_ahead
         self._num_given = 0
 
-    def take(self, num: int) -> list[tuple[Prompt, SamplingParams]]:
+    def take(self, num: int) -> list[tuple[Prompt, Any]]:
         """The next prompts, at most num; none if the iterable has ended or gives NO_PROMPT, or results wait for a slow
         one."""
         if self._max_ahead is not None:
@@ -70,7 +73,7 @@ class PromptFeed(Results):
 
     def refuse(self, index: int, error: Exception) -> None:
         """Make the result of a request that cannot be served."""
-        self.ready[index] = error_output(error)
+        self.ready[index] = self.make_error(error)
 
     def results(self) -> Iterator[tuple[int, RequestOutput | ErrorOutput]]:
         """Those that may be returned now."""

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm import LLM, EngineStats, SamplingParams, StreamDelta
+from nanovllm import LLM, EngineStats, PoolingParams, SamplingParams, StreamDelta
 from nanovllm.integrations.serving.background import Background
 from nanovllm.openai_format.request_names import ChatOptions
 
@@ -32,20 +32,26 @@ class Submission:
     Attributes:
         events: first the number of prompt tokens, then (index of the choice, StreamDelta) until each choice has ended;
             or an exception at any time. The choices are the first prompt's samples, then the next one's.
+        num_samples: of a prompt.
         num_choices: of all prompts.
         splits_answers: whether answers are split into what the model thinks, says and calls.
         opens_reasoning: known with the first event: whether the chat template has opened it.
     """
 
-    def __init__(self, prompts: list[Any], params: SamplingParams, chat_options: ChatOptions | None):
+    def __init__(self, prompts: list[Any], params: SamplingParams | PoolingParams, chat_options: ChatOptions | None):
         """prompts: texts or token ids; conversations with chat_options."""
         self.prompts, self.params, self.chat_options = prompts, params, chat_options
-        self.num_choices = len(prompts) * params.n
+        self.num_samples = params.n if isinstance(params, SamplingParams) else 1
+        self.num_choices = len(prompts) * self.num_samples
         self.events: asyncio.Queue[Any] = asyncio.Queue()
         self.is_cancelled = False  # written by the event loop
         self.splits_answers = False
         self.opens_reasoning = False  # written by the thread, as request_ids
         self.request_ids: list[int] = []
+
+    def encoded(self, llm: LLM) -> list[Any]:
+        """The prompts as the engine's thread reads them. Raises ValueError or TypeError."""
+        return self.prompts
 
 
 class EngineLoop:
@@ -159,14 +165,14 @@ class EngineLoop:
 
     def _add(self, submission: Submission) -> None:
         num_prompt_tokens, params = 0, submission.params
-        if submission.splits_answers:
+        if submission.splits_answers and isinstance(params, SamplingParams):
             params = self.answers.with_tags(params)
         try:
-            for index, prompt in enumerate(submission.prompts):
+            for index, prompt in enumerate(submission.encoded(self._llm)):
                 token_ids = self._read_prompt(prompt, submission.chat_options)
                 request_id = self._llm.add_request(token_ids, params, streams=True)
                 submission.request_ids.append(request_id)
-                self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.params.n
+                self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.num_samples
                 num_prompt_tokens += len(token_ids)
                 num_samples = submission.num_choices // len(submission.prompts)
                 self.background.expect(request_id, len(token_ids), num_samples)
@@ -205,7 +211,7 @@ class EngineLoop:
                 continue
             self.background.count(delta)
             submission, index = self._submissions[request_id]
-            events.append((submission, (index * submission.params.n + delta["sample"], delta)))
+            events.append((submission, (index * submission.num_samples + delta["sample"], delta)))
             if delta["finish_reason"] is not None:
                 self._num_left[request_id] -= 1
                 if not self._num_left[request_id]:

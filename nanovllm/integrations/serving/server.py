@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -27,7 +27,10 @@ from nanovllm.integrations.serving.calls import Call, FailedAnswer, error_body
 from nanovllm.integrations.serving.engine_loop import EngineDied, EngineLoop, ServerEnds
 from nanovllm.integrations.serving.guard import Guard
 from nanovllm.integrations.serving.metrics import CONTENT_TYPE, Metrics
+from nanovllm.integrations.serving.pooled import PooledServerCall
 from nanovllm.openai_format.openai_batch import CHAT, COMPLETION, Kind, Responder
+from nanovllm.openai_format.pooled_calls import CALLS
+from nanovllm.openai_format.request_names import Row
 from nanovllm.utils.text_json import as_json, parse_json
 
 logger = logging.getLogger(__name__)
@@ -47,8 +50,15 @@ class Api:
 
     def app(self) -> Starlette:
         routes = [
-            Route(CHAT.url, partial(self._complete, CHAT), methods=["POST"]),
-            Route(COMPLETION.url, partial(self._complete, COMPLETION), methods=["POST"]),
+            *(
+                Route(kind.url, partial(self._complete, self._maker(kind)), methods=["POST"])
+                for kind in (CHAT, COMPLETION)
+            ),
+            *(
+                Route(url, partial(self._complete, partial(PooledServerCall, kind)), methods=["POST"])
+                for kind in CALLS
+                for url in kind.urls
+            ),
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._model),
             Route("/health", self._health),
@@ -96,16 +106,19 @@ class Api:
 
     # -- completions -------------------------------------------------------------------------------------------------
 
-    async def _complete(self, kind: Kind, request: Request) -> Response:
+    def _maker(self, kind: Kind) -> Callable[[Row], Call]:
+        return lambda body: Call(kind, body, self._engine.answers, **self._splits)
+
+    async def _complete(self, make_call: Callable[[Row], Call | PooledServerCall], request: Request) -> Response:
         body = await _read_body(request)
         self._check_model(body.get("model"))
         try:
-            call = Call(kind, body, self._engine.answers, **self._splits)
+            call = make_call(body)
             call.record.metrics = self._metrics
             request.state.record = call.record
             self._engine.submit(call.submission)
             try:
-                if call.streams:
+                if isinstance(call, Call) and call.streams:
                     return await self._stream(call)
                 return await self._answer(call, request)
             except BaseException:
@@ -114,7 +127,7 @@ class Api:
         except (ValueError, TypeError, ImportError) as error:
             raise HTTPException(400, str(error)) from error
 
-    async def _answer(self, call: Call, request: Request) -> Response:
+    async def _answer(self, call: Call | PooledServerCall, request: Request) -> Response:
         """Drops the submission if the client leaves before it is done."""
         answer = asyncio.ensure_future(call.answer(self._responder))
         leaving = asyncio.ensure_future(_wait_for_disconnect(request))
@@ -137,7 +150,7 @@ class Api:
         """In the event loop: starlette gives a function that is no coroutine to a thread."""
         self._end(call)
 
-    def _end(self, call: Call) -> None:
+    def _end(self, call: Call | PooledServerCall) -> None:
         self._engine.cancel(call.submission)
         call.end()
 

@@ -1,13 +1,13 @@
 """LogitSteps: steps with a request that asks for more than a temperature: first the logits, then the sampling."""
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from nanovllm.config import Config
-from nanovllm.engine.features.logits.logprobs import prompt_logprobs
+from nanovllm.engine.features.logits.logprobs import prompt_logprobs, prompt_rows
 from nanovllm.engine.features.logits.sampling_pipeline import SamplingPipeline
 from nanovllm.engine.inputs import DecodeInputs, ModelInputs
 from nanovllm.engine.runner.cuda_graphs import StepGraphs
@@ -37,6 +37,11 @@ class LogitSteps:
         self._draws = tp.rank == 0
         self._num_sampled = 0  # of the step whose tokens are to be drawn
 
+    def rows_of_prompts(self, step: Step) -> dict[str, Any]:
+        """What all ranks must know of the step's prompts, for `Step.extras`: the rows whose hidden states are needed
+        beside those of the last tokens."""
+        return {"prompt rows": prompt_rows(step.seqs) if step.is_prefill else []}
+
     # -- the first half ------------------------------------------------------------------------------------------
 
     def take(self, step: Step, inputs: ModelInputs | None) -> None:
@@ -44,15 +49,26 @@ class LogitSteps:
         step. inputs: None where a graph has left the logits in `StepGraphs.logits`."""
         n = self._num_sampled = step.num_sampled
         if inputs is None:
-            logits = self._graphs.logits
+            self._keep(step, inputs, self._graphs.logits)
         elif step.extras.get("prompt rows"):
             context = replace(inputs.context, last_tokens=None)
             hidden_states = self._hidden_states(inputs._replace(context=context))
-            step.prompt_logprobs = prompt_logprobs(step, hidden_states, self._full_logits)
-            logits = self._full_logits(hidden_states[inputs.context.last_tokens])
+            self.take_logits(step, inputs, hidden_states, hidden_states[inputs.context.last_tokens])
         else:
-            logits = self._full_logits(self._hidden_states(inputs)[:n])
+            hidden_states = self._hidden_states(inputs)[:n]
+            self.take_logits(step, inputs, hidden_states, hidden_states)
+
+    def take_logits(self, step: Step, inputs: ModelInputs, hidden_states: Tensor, sampled: Tensor) -> None:
+        """The logits of a step whose hidden states are known: those that tokens are sampled from, and with
+        "prompt rows" those of all rows."""
+        if step.extras.get("prompt rows"):
+            step.prompt_logprobs = prompt_logprobs(step, hidden_states, self._full_logits)
+        self._keep(step, inputs, self._full_logits(sampled))
+
+    def _keep(self, step: Step, inputs: ModelInputs | None, logits: Tensor | None) -> None:
+        """Let rank 0 sample from the logits later."""
         if self._draws:
+            n = step.num_sampled
             columns = self._inputs.rows if inputs is None or not step.is_prefill else inputs.columns
             names = ("temperatures", "seeds", "sample_positions" if step.is_prefill else "positions")
             fed_tokens = None if step.is_prefill else self._inputs.input_ids[:n]

@@ -1,0 +1,1 @@
+"""What a job can do with its lines, a task a file."""
