@@ -147,7 +147,7 @@ def _two_shot_kernel(
     for peer in tl.static_range(SIZE):
         # The compiler does not know that an address from memory is aligned, and would load two bytes at a time.
         part = tl.load(buffers + peer).to(tl.pointer_type(residual.dtype.element_ty))
-        parts += (tl.multiple_of(part, 16),)
+        parts += (tl.multiple_of(part, 16),)  # type: ignore[assignment]
     # Each program counts its own meetings, in the place of its own number. So the numbers follow each other whatever
     # was launched before, also from a CUDA graph.
     number = tl.load(own + RANK) + 1

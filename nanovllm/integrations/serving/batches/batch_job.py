@@ -74,7 +74,8 @@ class BatchArguments(Arguments):
         return nullcontext(_LineEngine(self._llm, self._background, self._check))
 
     def responder(self) -> Responder:
-        answers = partial(answer_format, template=self.line_format.chat_template, name=self.chat_format, log=False)
+        template = getattr(self.task.line_format, "chat_template", None)
+        answers = partial(answer_format, template=template, name=self.chat_format, log=False)
         return Responder(self._served_name, self._llm.get_tokenizer, answers)
 
 
