@@ -299,6 +299,31 @@ def test_classes(job, classifier, answers, tmp_path):
     assert [found[row["id"]] for row in ROWS] == [output["label"] for output in expected]
 
 
+def test_a_reward_of_a_conversation(tmp_path, job, answers):
+    """It ends with the answer that is judged, and not with the beginning of another."""
+    path = make_pooling_checkpoint(tmp_path / "model", num_labels=1, tokenizer=True)
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (path / "chat_template.jinja").write_text(template)
+    chat = [{"role": "user", "content": "a block"}, {"role": "assistant", "content": "a row"}]
+    lines = [
+        {"id": "chat", "messages": chat},
+        {"id": "json", "messages": json.dumps(chat)},
+        {"id": "text", "prompt": "a"},
+    ]
+    lines += [{"id": "wrong", "messages": [{"content": "a"}]}, {"id": "none", "messages": "a"}]
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=200) as llm:
+        assert job("classify", lines, model=llm)[1:3] == (3, 2)
+        expected = llm.classify(["user: a block\nassistant: a row\n", "a"], use_tqdm=False)
+    rows = {row["id"]: row for row in read_folder(answers)}
+    for name, output in (("chat", expected[0]), ("json", expected[0]), ("text", expected[1])):
+        np.testing.assert_allclose(rows[name]["logits"], output["logits"], atol=1e-5)
+    errors = {row["id"]: row["error"] for row in read_lines(answers / "_errors.jsonl")}
+    assert errors["wrong"].startswith("messages: ")
+    assert "must be a list of objects with role and content" in errors["none"]
+
+
 def test_ranks(job, ranker, answers, tmp_path):
     query = "what is a block"
     lines = [{"id": i, "query": query, "document": text} for i, text in enumerate(DOCUMENTS)]

@@ -241,7 +241,7 @@ class PooledPreparer:
 class TextFormat(Columns):
     """How lines are read that hold one text. It is a text or token ids. Raises ValueError for a wrong option."""
 
-    PROMPTS = ("prompt", "prompt_token_ids", "text")
+    PROMPTS: ClassVar[tuple[str, ...]] = ("prompt", "prompt_token_ids", "text")
 
     def read(self, row: Row) -> PooledLine:
         """Raises ValueError with what is wrong with the row."""
