@@ -89,6 +89,8 @@ def _run_politely(work: Callable[[int], Any], rank: int) -> None:
         return update(*args)
 
     InterpreterBuilder.create_atomic_rmw = update_and_pause
+    # A fork has none of the threads that torch's products in its parent had, and would wait for them for ever.
+    torch.set_num_threads(1)
     work(rank)
 
 

@@ -21,6 +21,7 @@ from nanovllm.tuning.tune_model import layer_problems, meta_layers
 HIDDEN, WIDTH, MLP, VOCABULARY, NUM_HEADS = 64, 32, 128, 320, 4
 HEADS = [[2, 32], [1, 64], [2, 32]]  # of keys and values, and their size
 EXPERTS = [[0, 0], [4, 1], [8, 3]]  # how many there are, and how many a token has
+ODD_EXPERTS = [[0, 0], [4, 1], [5, 3]]  # which two ranks cannot divide
 FIELDS = {
     "hidden_size": HIDDEN,
     "intermediate_size": MLP,
@@ -133,8 +134,16 @@ def test_its_products_are_tuned(path, quantization):
             {"quantization": "int4"},
             "quantization: .* of 32 .* its expert_width would be 48",
         ),
-        ({"expert_width": 33}, {"tensor_parallel_size": 2}, r"_size=2: must divide the model's expert_width \(33\)"),
-        ({}, {"tensor_parallel_size": 2, "quantization": "int4"}, "_size=2: .* 32 .* its expert_width would be 16"),
+        (
+            {"expert_width": 33, "experts_of_layers": ODD_EXPERTS},
+            {"tensor_parallel_size": 2},
+            r"_size=2: must divide the model's expert_width \(33\).* the number of experts \(5\)",
+        ),
+        (
+            {"experts_of_layers": ODD_EXPERTS},
+            {"tensor_parallel_size": 2, "quantization": "int4"},
+            r"_size=2: .* 32 .* its expert_width would be 16.* the number of experts \(5\)",
+        ),
     ],
 )
 def test_sizes_that_do_not_fit(path, fields, options, message):
