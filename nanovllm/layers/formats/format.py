@@ -89,6 +89,7 @@ class WeightFormat(ABC):
     name: ClassVar[str]  # what candidates call it
     kind: ClassVar[str] = ""  # in messages: "weights in fp8"
     needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
+    is_batch_invariant: ClassVar[bool] = False  # whether no row's bits in its products depend on the other rows
 
     @classmethod
     def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
