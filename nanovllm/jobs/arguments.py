@@ -22,6 +22,7 @@ from nanovllm import (
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.lines import LineFormat
 from nanovllm.jobs.reader import ReadPlan
+from nanovllm.jobs.receipts import ReceiptFormat
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.openai_format.request_names import SAMPLING_OPTIONS, Row
 from nanovllm.utils.checks import require
@@ -51,6 +52,7 @@ class Arguments:
 
     Attributes:
         line_format: of the options of lines.
+        keeps_receipts: whether the engine is deterministic.
         model, engine_options: what `engine` makes an LLM of.
         model_name: the model's directory or hub id.
         tokenizer: a directory or a hub id.
@@ -62,9 +64,11 @@ class Arguments:
     def __init__(self, model: Model, options: Row, **of_lines: Any):
         """options: of SamplingParams and of the engine. of_lines: of LineFormat. Raises ValueError or TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
-        self.line_format = LineFormat(sampling, **of_lines)
         self.model = model
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
+        of_engine = vars(model.config) if isinstance(model, LLM) else self.engine_options
+        self.keeps_receipts = bool(of_engine.get("deterministic"))
+        self.line_format = (ReceiptFormat if self.keeps_receipts else LineFormat)(sampling, **of_lines)
         known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
         for name in self.engine_options:
             if name not in known:

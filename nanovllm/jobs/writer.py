@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from typing_extensions import Self
 
 from nanovllm.jobs.folder import Counts
-from nanovllm.jobs.lines import Row, answer_row, read_answer
+from nanovllm.jobs.lines import Row, read_answer
 from nanovllm.jobs.part_writer import PartWriter
 from nanovllm.jobs.reader import Prepared
+from nanovllm.jobs.receipts import row_with_receipt
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.text_json import to_json
 
@@ -41,7 +42,7 @@ def make_rows(batch: Iterable[tuple[Prepared, Output]], responder: Responder) ->
         if prepared.line is None or "error" in output:
             rows.append(error_line(prepared, output["error"]))
         else:
-            row = answer_row(prepared.id, prepared.line, output, responder)
+            row = row_with_receipt(prepared.id, prepared.line, output, responder)
             rows.append(Finished(prepared.position, False, to_json(row), *read_answer(row)[1:]))
     return rows
 
