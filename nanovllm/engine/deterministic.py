@@ -36,7 +36,8 @@ def check_deterministic(config: Any) -> None:
             "unquantized weights with deterministic=True"
         )
     ranks = config.tensor_parallel_size
-    refuse("tensor_parallel_size", ranks, ranks <= MAX_RANKS, f"at most {MAX_RANKS}")
+    most, where = (MAX_RANKS, "") if config.device == "cpu" else (1, " on a GPU")
+    refuse("tensor_parallel_size", ranks, ranks <= most, f"at most {most}{where}")
     for feature in config.features:
         refuse(
             "features",

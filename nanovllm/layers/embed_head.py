@@ -136,7 +136,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
         hidden_states: [num_rows, embedding_dim]. out: where the logits go, on a GPU; None for a new tensor."""
         if out is not None:
-            return torch.mm(hidden_states, self.weight.t(), out=out)
+            return self.format.linear_into(hidden_states, Weight(self.format, self.weight), out)
         return self.format.linear(hidden_states, Weight(self.format, self.weight))
 
     def gather_shards(self, logits: torch.Tensor) -> torch.Tensor:

@@ -69,7 +69,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     backend = choose_backend(config, shapes)
     has_graphs = config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
     # With two GPUs it gained nothing.
-    uses_quack = tp.size == 1 and not config.plain
+    uses_quack = tp.size == 1 and not config.plain and not config.deterministic
     quack = load_quack(config.dtype, device, decodes=has_graphs) if uses_quack else None
     model: DecoderForCausalLM | PlainQwen3
     if config.plain:

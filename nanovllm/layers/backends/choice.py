@@ -2,6 +2,7 @@
 
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 from nanovllm.layers.backends.fixed_order_torch import FixedOrderTorchBackend
+from nanovllm.layers.backends.fixed_order_triton import FixedOrderTritonBackend
 from nanovllm.layers.backends.flash_attn_backend import FlashAttnBackend
 from nanovllm.layers.backends.several_shapes import SeveralShapes
 from nanovllm.layers.backends.torch_backend import TorchBackend
@@ -10,7 +11,7 @@ from nanovllm.layers.backends.triton_backend import TritonBackend
 # "auto" takes the first that can run. Triton's decode is faster than flash-attn 2's for every measured batch.
 BACKENDS: tuple[type[AttentionBackend], ...] = (TritonBackend, FlashAttnBackend, TorchBackend)
 # Those that `deterministic=True` chooses from: each is batch-invariant.
-DETERMINISTIC_BACKENDS: tuple[type[AttentionBackend], ...] = (FixedOrderTorchBackend,)
+DETERMINISTIC_BACKENDS: tuple[type[AttentionBackend], ...] = (FixedOrderTritonBackend, FixedOrderTorchBackend)
 # Of layers that no engine drives. Triton's decode needs a plan of each step, which costs a copy from the device then.
 _BY_HAND: tuple[type[AttentionBackend], ...] = (FlashAttnBackend, TritonBackend, TorchBackend)
 

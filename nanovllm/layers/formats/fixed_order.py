@@ -14,12 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanovllm.kernels.matmul.fixed_order import fixed_order_linear
 from nanovllm.layers.formats.format import Input, T, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.parameters import LayerParameter, Shards, WeightLoader
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.utils.threads import torch_threads
 
-_ROWS = (1, 2, 4, 8, 16, 32, 64, 128)  # that may be multiplied at once
+_ROWS = (1, 2, 4, 8, 16, 32, 64)  # that may be multiplied at once
 _STANDARD = 16  # The bits of a row are those that it gets among so many.
 _FEW = 16  # Up to so many rows, one part with spare rows costs less than several parts, which read the weight each.
 _MIN_WORK = 1 << 23  # Rows times parameters, from which further threads gain anything.
@@ -84,19 +85,18 @@ def find_row_counts(linear: Callable[[Tensor], Tensor], N: int, K: int, dtype: t
             "another place among others; use another dtype, or deterministic=False"
         )
 
-    def is_same(count: int, num_threads: int) -> bool:
+    def is_same(count: int, num_threads: int, start: int) -> bool:
         with torch_threads(num_threads):
-            return all(torch.equal(linear(x[start:][:count]), standard[start:][:count]) for start in (0, _ROWS[-1] - 1))
+            return torch.equal(linear(x[start:][:count]), standard[start:][:count])
 
-    with_threads = tuple(count for count in _ROWS if is_same(count, threads) and is_same(count, 1))
-    if with_threads:
-        return RowCounts(with_threads, threads)
-    return RowCounts(tuple(count for count in _ROWS if is_same(count, 1)), 1)
+    alone = tuple(count for count in _ROWS if is_same(count, 1, _ROWS[-1] - 1))
+    with_threads = tuple(count for count in alone if is_same(count, threads, 0))
+    return RowCounts(with_threads, threads) if with_threads else RowCounts(alone, 1)
 
 
 @dataclass(frozen=True)
 class FixedOrder(Unquantized):
-    """What weights are loaded into.
+    """What weights are loaded into, and what they are on a GPU, where one kernel computes all numbers of rows.
 
     Attributes:
         num_threads: of a product, at most.
@@ -122,9 +122,10 @@ class FixedOrder(Unquantized):
         return FixedOrderReady(self, inner, self.known[N, K, dtype]), weight
 
     def linear(self, x: Input, weight: Weight) -> Tensor:
-        if weight.values.numel():
-            raise NotImplementedError("a weight is tried first: `packed`")
-        return weight.new_empty(len(x), len(weight))
+        return fixed_order_linear(value_of(x), weight.values)
+
+    def linear_into(self, x: Input, weight: Weight, out: Tensor) -> Tensor:
+        return out.copy_(self.linear(x, weight))
 
 
 @dataclass(frozen=True)

@@ -206,3 +206,7 @@ class WeightFormat(ABC):
     @abstractmethod
     def linear(self, x: Input, weight: Weight) -> Tensor:
         """`x W^T`: a new `[num_tokens, N]` of the weight's dtype. The plain twin of all candidates."""
+
+    def linear_into(self, x: Input, weight: Weight, out: Tensor) -> Tensor:
+        """`linear`, written to `out`, which it returns."""
+        return out.copy_(self.linear(x, weight))
