@@ -26,7 +26,6 @@ def check_deterministic(config: Any) -> None:
         require(name, value, is_right, f"{allowed} with deterministic=True")
 
     refuse("plain", config.plain, not config.plain, "False")
-    refuse("device", config.device, config.device == "cpu", "'cpu'")
     found = config.attention_backend
     refuse("attention_backend", found, found == "auto", "'auto', which takes the batch-invariant one,")
     format = config.weight_format
