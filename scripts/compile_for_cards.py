@@ -380,6 +380,7 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
     kinds: set[Any] = set()
     if not has_fewer:
         yield models[0], {"tensor_parallel_size": 2}
+        yield from ((models[0], {"deterministic": True, "dtype": dtype}) for dtype in ("bfloat16", "float32"))
     configs = {model: preset_config(model) for model in models}
     with_experts = [model for model, config in configs.items() if getattr(config, "num_experts", 0)]
     # The weights of others have a format.

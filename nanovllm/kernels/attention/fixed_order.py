@@ -19,11 +19,12 @@ from nanovllm.kernels.triton_stub import tl, triton
 
 CHUNK = 512  # keys
 MAX_HEAD_DIM = 256
-_TILE_ROWS, _NUM_WARPS, _NUM_STAGES = 64, 4, 2
+_TILE_ROWS, _NUM_WARPS = 64, 4
 
 
-def tile_keys(itemsize: int) -> int:
-    return 64 if itemsize == 2 else 16
+def tile_keys(itemsize: int, padded_dim: int) -> int:
+    """Few enough for the shared memory of every card."""
+    return 16 if itemsize == 4 else 64 if padded_dim <= 128 else 32
 
 
 def num_chunks(max_len: int) -> int:
@@ -239,8 +240,8 @@ def fixed_order_prefill(
     launcher(_prefill_kernel, grid)(
         out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables, sinks,
         q.stride(0), keys.stride(-3), values.stride(-3), tables.stride(0) if paged else 0, scale * math.log2(math.e),
-        NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGED=paged,
-        BLOCK_SIZE=keys.shape[1] if paged else tile_keys(q.element_size()), **_sizes(q, window),
+        NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGED=paged, BLOCK_SIZE=keys.shape[1] if paged else CHUNK,
+        **_sizes(q, window),
     )  # fmt: skip
     return out
 
@@ -283,6 +284,7 @@ def fixed_order_decode(
 def _sizes(q: Tensor, window: int | None) -> dict:
     """Of tiles: the same in prefill and decode."""
     head_dim = q.shape[-1]
-    sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": max(16, triton.next_power_of_2(head_dim)), "WINDOW": window}
-    sizes |= {"TILE_ROWS": _TILE_ROWS, "TILE_KEYS": tile_keys(q.element_size()), "CHUNK": CHUNK}
-    return sizes | {"num_warps": _NUM_WARPS, "num_stages": _NUM_STAGES}
+    padded_dim = max(16, triton.next_power_of_2(head_dim))
+    sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "WINDOW": window}
+    sizes |= {"TILE_ROWS": _TILE_ROWS, "TILE_KEYS": tile_keys(q.element_size(), padded_dim), "CHUNK": CHUNK}
+    return sizes | {"num_warps": _NUM_WARPS, "num_stages": 2 if padded_dim <= 128 else 1}
