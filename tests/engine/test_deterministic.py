@@ -17,7 +17,7 @@ from nanovllm.config import Config
 from nanovllm.engine.features.feature import Feature
 from nanovllm.engine.replicas import replicated_engine
 from nanovllm.layers.backends.choice import DETERMINISTIC_BACKENDS
-from nanovllm.layers.formats.fixed_order import FixedOrder, FixedOrderReady, RowCounts, find_row_counts
+from nanovllm.layers.formats.fixed_order import FixedOrder, FixedOrderReady, RowCounts, find_row_counts, trial_weight
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidates import make_candidates
 
@@ -173,6 +173,20 @@ def test_a_split_by_the_number_of_rows_is_left_out():
         return torch.stack([(row.double() @ weight.T.double()).float() for row in x])
 
     assert find_row_counts(linear, 40, 512, torch.float32, 1).counts == (2, 8, 16, 32, 64)
+
+
+def test_a_split_shows_in_16_bits_too():
+    """Rounded to bfloat16, nearly all results of two orders are alike. Those of the trial's numbers are not."""
+    weight = trial_weight(8, 512, torch.bfloat16).float()
+
+    def linear(x):
+        size = 256 if len(x) == 4 else 512
+        sums = torch.zeros(512 // size, len(x), 8)
+        for k in range(512):
+            sums[k // size] += x[:, k, None].float() * weight[None, :, k]
+        return sums.sum(0).bfloat16()
+
+    assert find_row_counts(linear, 8, 512, torch.bfloat16, 1).counts == (1, 2, 8, 16, 32, 64)
 
 
 def test_a_processor_without_any_order_is_refused():

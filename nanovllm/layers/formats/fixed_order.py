@@ -73,8 +73,8 @@ def find_row_counts(linear: Callable[[Tensor], Tensor], N: int, K: int, dtype: t
     Raises:
         ValueError: a row's bits depend on its place among others, so no such order can be promised.
     """
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2 * _ROWS[-1], K, generator=generator).to(dtype)
+    half, order = _cancelling(2 * _ROWS[-1], K)
+    x = torch.cat((half, -half, half.new_zeros(len(half), K % 2)), dim=1)[:, order].to(dtype)
     with torch_threads(1):
         standard = torch.cat([linear(rows) for rows in x.split(_STANDARD)])
         shifted = linear(x[_STANDARD // 2 :][:_STANDARD])
@@ -92,6 +92,21 @@ def find_row_counts(linear: Callable[[Tensor], Tensor], N: int, K: int, dtype: t
     alone = tuple(count for count in _ROWS if is_same(count, 1, _ROWS[-1] - 1))
     with_threads = tuple(count for count in alone if is_same(count, threads, 0))
     return RowCounts(with_threads, threads) if with_threads else RowCounts(alone, 1)
+
+
+def _cancelling(num_rows: int, K: int) -> tuple[Tensor, Tensor]:
+    """Random numbers `[num_rows, K // 2]`, and an order of K columns in which pairs of columns are apart."""
+    generator = torch.Generator().manual_seed(0)
+    order = torch.randperm(K, generator=generator)
+    return torch.randn(num_rows, K // 2, generator=generator), order
+
+
+def trial_weight(N: int, K: int, dtype: torch.dtype) -> Tensor:
+    """A weight `[N, K]` whose products with the trial's rows are 0 but for the rounding of sums. So another order shows
+    in nearly every number, also if results have 16 bits, which would hide most of the differences of larger numbers."""
+    half, order = _cancelling(_STANDARD, K)
+    rows = torch.cat((half, half, half.new_zeros(len(half), K % 2)), dim=1)[:, order].to(dtype)
+    return rows[torch.arange(N) % len(rows)]
 
 
 @dataclass(frozen=True)
@@ -116,8 +131,10 @@ class FixedOrder(Unquantized):
             return self, weight
         (N, K), dtype = weight.shape, weight.dtype
         inner, weight = super().packed(weight)
-        values = Weight(inner, weight)
         if (N, K, dtype) not in self.known:
+            # In 32 bits nothing is hidden, and a second weight would take memory.
+            is_exact = dtype == torch.float32
+            values = Weight(inner, weight if is_exact else super().packed(trial_weight(N, K, dtype))[1])
             self.known[N, K, dtype] = find_row_counts(lambda x: inner.linear(x, values), N, K, dtype, self.num_threads)
         return FixedOrderReady(self, inner, self.known[N, K, dtype]), weight
 
