@@ -30,6 +30,7 @@ with QuickExit():
     from nanovllm.commands.parser import CommandParser, add_model
     from nanovllm.commands.pull import add_pull
     from nanovllm.commands.verbosity import NORMAL, add_verbosity, set_up_logging
+    from nanovllm.commands.verify import add_verify
     from nanovllm.engine_options import EngineOptions
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.utils.command_options import add_options
@@ -75,6 +76,7 @@ def _make_parser(arguments: list[str]) -> CommandParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_run_batch(commands, arguments)
     _add_status(commands)
+    add_verify(commands)
     _add_chat(commands)
     add_generate(commands)
     add_pull(commands)

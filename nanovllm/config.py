@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch_sizes import MAX_GRAPH_BATCH_SIZE
+from nanovllm.engine.deterministic import check_deterministic
 from nanovllm.engine_options import MAX_MODEL_LEN, MAX_SLOTS, EngineOptions
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
@@ -73,6 +74,8 @@ class Config(EngineOptions):
         self._resolve_device()
         self._resolve_dtype()
         self._resolve_formats()
+        if self.deterministic:
+            check_deterministic(self)
         self._resolve_limits()
         self._resolve_eos()
         self._resolve_tokenizer()

@@ -219,6 +219,9 @@ class EngineOptions:
     plain: bool = _speed_option(
         False, "run the plain Qwen3 and the simple loop, to compare with: models/qwen3.py", FLAG
     )
+    deterministic: bool = _option(
+        False, "give a request the same bits, whatever else is in the batch: docs/deterministic.md", FLAG
+    )
     speculation: Speculation | None = _speed_option(
         None, "try several tokens a step where text repeats itself", _SPECULATION, _NOT_PLAIN
     )

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from nanovllm.jobs.folder import Status, job_status
     from nanovllm.jobs.generate_actor import GenerateActor
     from nanovllm.jobs.run import JobError, Summary, run_batch
+    from nanovllm.jobs.verify import Verified, verify_batch
 
 __all__ = [
     "Check",
@@ -17,13 +18,16 @@ __all__ = [
     "Sample",
     "Status",
     "Summary",
+    "Verified",
     "check_batch",
     "job_status",
     "run_batch",
+    "verify_batch",
 ]
 
 _MODULES = {"Check": "check", "check_batch": "check", "GenerateActor": "generate_actor"}
 _MODULES |= {"Estimate": "check", "Sample": "check", "Status": "folder", "job_status": "folder"}
+_MODULES |= {"Verified": "verify", "verify_batch": "verify"}
 
 
 def __getattr__(name: str) -> object:

@@ -52,6 +52,7 @@ class Arguments:
 
     Attributes:
         task: what is done with lines, with its options.
+        keeps_receipts: whether the engine is deterministic.
         model, engine_options: what `engine` makes an LLM of.
         model_name: the model's directory or hub id.
         tokenizer: a directory or a hub id.
@@ -64,9 +65,11 @@ class Arguments:
         """options: of SamplingParams and of the engine. task, of_lines: of `make_task`. Raises ValueError or
         TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
-        self.task = make_task(task, sampling, of_lines)
         self.model = model
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
+        of_engine = vars(model.config) if isinstance(model, LLM) else self.engine_options
+        self.keeps_receipts = bool(of_engine.get("deterministic"))
+        self.task = make_task(task, sampling, of_lines, self.keeps_receipts)
         known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
         for name in self.engine_options:
             if name not in known:

@@ -259,7 +259,7 @@ class JobFolder:
 
     def errors(self) -> Iterator[Row]:
         path = self.path / ERRORS
-        return (error for _, error in _json_rows(path)) if path.exists() else iter(())
+        return (error for _, error in json_rows(path)) if path.exists() else iter(())
 
     def read(self, see: Callable[[bytes], object] = lambda line_id: None) -> Counts:
         """Count all rows of complete parts and of the errors. see: called with the `hash_id` of each. Raises ValueError
@@ -373,14 +373,14 @@ def read_answers(path: Path) -> Iterator[Answered]:
     if path.suffix == ".parquet":
         yield from read_parquet_answers(path)
         return
-    for number, row in _json_rows(path):
+    for number, row in json_rows(path):
         try:
             yield read_answer(row)
         except (KeyError, TypeError) as error:
             raise ValueError(f"{path}:{number}: is no answer of this job: {error!r}") from None
 
 
-def _json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def json_rows(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     with names_file(path), open(path, "rb") as file:
         for number, raw in enumerate(file, 1):
             if not raw.endswith(b"\n"):

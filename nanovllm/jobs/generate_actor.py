@@ -14,8 +14,9 @@ from nanovllm.jobs.arguments import Arguments, Model, check_one_engine
 from nanovllm.jobs.arrow_rows import arrow_rows
 from nanovllm.jobs.columns import column_name
 from nanovllm.jobs.inputs import RawLine
-from nanovllm.jobs.lines import Line, LineFormat, Row, answer_row, read_id
+from nanovllm.jobs.lines import Line, LineFormat, Row, read_id
 from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.receipts import row_with_receipt
 from nanovllm.jobs.task import Output, Task
 from nanovllm.jobs.writer import error_row
 from nanovllm.utils.text_json import to_json
@@ -180,7 +181,7 @@ class GenerateActor:
                 answers.append({"error": error_row(each, output["error"])["error"]})
             else:
                 line: Line = each.line._replace(columns={}, openai=None)  # type: ignore[union-attr]
-                answers.append(answer_row(each.id, line, output, self._responder))
+                answers.append(row_with_receipt(each.id, line, output, self._responder))
         added = (*self._format.added_keys[1:], "error")
         table = batch.rename_columns([column_name(name, batch.column_names, added) for name in batch.column_names])
         for name in added:

@@ -56,6 +56,7 @@ class Line(NamedTuple):
     chat_options: ChatOptions
     openai: openai_batch.Kind | None = None  # the kind of OpenAI's request, which is answered in OpenAI's format
     split: Split | None = None  # of a chat's answer; None: it stays as written
+    asked: SamplingParams | None = None  # what the line itself asks for, if its job keeps receipts; None: params
 
     @property
     def is_chat(self) -> bool:

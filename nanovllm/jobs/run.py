@@ -19,6 +19,8 @@ from xxhash import xxh3_128_hexdigest
 
 from nanovllm import LLM, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, check_one_engine, line_bar
+from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, engine_of
+from nanovllm.jobs.bits import differences as facts_that_differ
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
 from nanovllm.jobs.first_lines import Packages, check_first_lines
@@ -176,6 +178,7 @@ def run_batch(
     cluster = _check_cluster(replicas, ray_address, model)
     if cluster is not None:
         check_one_engine(arguments.engine_options)
+        require("deterministic", True, not arguments.keeps_receipts, "False on Ray, whose machines may differ")
     inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     job = Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
@@ -386,6 +389,15 @@ class Job:
         elif what := differences(before, now):
             self._refuse(f"its model was another one: {what}")
 
+    def _check_same_bits(self, llm: LLM) -> None:
+        """All receipts of a job are of one machine."""
+        now = bits_depend_on(llm)
+        before = self.manifest.get(BITS)
+        if before is not None and (what := facts_that_differ(before, now)):
+            self._refuse(f"its bits depend on what has changed: {what}")
+        self.manifest |= {BITS: now, ENGINE: engine_of(llm)}
+        self.folder.write_manifest(self.manifest)
+
     def _refuse(self, reason: str) -> NoReturn:
         raise self.folder.refusal(f"holds another job: {reason}; choose another folder, or overwrite it")
 
@@ -460,6 +472,8 @@ class Job:
         with work.read(1) as readers, self.arguments.engine() as llm, writer, progress:
             if not isinstance(self.arguments.model, LLM):
                 self._check_same_model(engine_fingerprint(llm))
+            if self.arguments.keeps_receipts:
+                self._check_same_bits(llm)
             self.start = progress.begin(partial(generated, llm, self.task.counter))
             self._generate(llm, chain.from_iterable(readers), writer, progress)
 

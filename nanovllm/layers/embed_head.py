@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from nanovllm.layers.formats.format import Weight, WeightFormat
+from nanovllm.layers.formats.all_formats import get_unquantized_format
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.parameters import Sliceable, make_parameter
-from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.utils.context import get_context
 
@@ -71,7 +71,7 @@ class VocabParallelEmbedding(nn.Module):
         self.num_tokens = self.vocab_end_idx - self.vocab_start_idx
         if has_weight:
             shape, shards = (self.num_tokens, embedding_dim), {None: (num_embeddings, embedding_dim)}
-            self.weight = make_parameter(shape, shards, self.weight_loader, Unquantized())
+            self.weight = make_parameter(shape, shards, self.weight_loader, get_unquantized_format())
 
     def weight_loader(self, param: nn.Parameter, loaded_weight: Sliceable, loaded_shard_id: object = None) -> None:
         if self.num_tokens:
@@ -113,7 +113,7 @@ class ParallelLMHead(VocabParallelEmbedding):
         if bias:
             raise ValueError("bias=True: must be False, because no model here has a head with one")
         super().__init__(num_embeddings, embedding_dim, tp, shard_multiple, has_weight=tied_to is None)
-        self.format: WeightFormat = Unquantized()
+        self.format = self._loaded_format = get_unquantized_format()
         self._rows_of_embedding = None if tied_to is None else partial(self._rows_of, tied_to.weight)
         if self._rows_of_embedding is not None:
             # Not a parameter: the embedding's loader fills it.
@@ -136,7 +136,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
         hidden_states: [num_rows, embedding_dim]. out: where the logits go, on a GPU; None for a new tensor."""
         if out is not None:
-            return torch.mm(hidden_states, self.weight.t(), out=out)
+            return self.format.linear_into(hidden_states, Weight(self.format, self.weight), out)
         return self.format.linear(hidden_states, Weight(self.format, self.weight))
 
     def gather_shards(self, logits: torch.Tensor) -> torch.Tensor:
@@ -158,6 +158,6 @@ class ParallelLMHead(VocabParallelEmbedding):
     def unpack_weight(self) -> None:
         """As `LinearBase.unpack_weight`. A tied head has the embedding's rows again."""
         if self._rows_of_embedding is not None:
-            self.format, self.weight = Unquantized(), self._rows_of_embedding()
+            self.format, self.weight = self._loaded_format, self._rows_of_embedding()
         else:
             self.format, self.weight = self.format.unpacked(self.weight)

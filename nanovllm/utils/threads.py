@@ -40,6 +40,14 @@ class StepThreads:
         return self._chosen[allowed]
 
 
+class OneThread(StepThreads):
+    """For steps whose bits must not depend on the number of threads. Operations of which they do not choose for
+    themselves."""
+
+    def choose(self, current: int, work: int) -> int:
+        return 1
+
+
 @contextmanager
 def step_threads(threads: StepThreads | None, work: int) -> Iterator[None]:
     """A block in which torch computes with the threads that are chosen for this work; None leaves it as it is."""

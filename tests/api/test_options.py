@@ -193,6 +193,7 @@ OF_CONFIG = {
     "mixed_step_rows": integer(
         0, 1024, "None, or in 0..1024 (the smaller of 1024 and max_num_batched_tokens)", None, kept=[(None, None)]
     ),
+    "deterministic": flag(),
     "overlap_steps": flag(),
     "plain": flag(),
     "speculation": spec("None or one of suffix", [None, "suffix"], ["draft", "SUFFIX", "", True, 1, ["suffix"]]),

@@ -39,9 +39,12 @@ class Feature(Columns):
 
     Attributes:
         option: the key of `SamplingParams.extra_args` that asks for it.
+        is_batch_invariant: whether a row's bits depend neither on the other rows nor on their number; an engine with
+            `deterministic=True` refuses other features.
     """
 
     option: str
+    is_batch_invariant = False
 
     def check(self, value: object) -> None:
         """Raises ValueError or TypeError if a request cannot ask for this value of the option."""

@@ -1,18 +1,21 @@
 """A rank's model, and what goes with it, before there are weights or a KV cache."""
 
 import logging
+from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 import torch
 
 from nanovllm.config import Config
+from nanovllm.engine.deterministic import check_layers
 from nanovllm.engine.features.columns import AttentionColumns, Columns
 from nanovllm.engine.features.states.state_columns import StateColumns
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
-from nanovllm.layers.backends.choice import select_backend
+from nanovllm.layers.backends.choice import select_backend, select_deterministic_backend
 from nanovllm.layers.formats.all_formats import weight_format
-from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.formats.fixed_order import FixedOrder
+from nanovllm.layers.formats.format import Weight, WeightFormat
 from nanovllm.layers.matmul.candidates import Quack, make_candidates
 from nanovllm.layers.matmul.candidates.quack import load_quack
 from nanovllm.layers.matmul.matmul import Matmul
@@ -27,6 +30,7 @@ from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
 from nanovllm.models.make_model import make_model, make_plain_model
 from nanovllm.models.model_size import attention_shapes
 from nanovllm.models.plain import PlainQwen3
+from nanovllm.utils.threads import threads_per_rank
 
 logger = logging.getLogger(__name__)
 
@@ -62,11 +66,11 @@ class Parts(NamedTuple):
 def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Parts:
     table = load_table(device)  # First, because a user's table may be broken.
     shapes = attention_shapes(config, tp, device)
-    backend = select_backend(config.attention_backend, *shapes)
+    backend = choose_backend(config, shapes)
     generates = config.task == "generate"
     has_graphs = generates and config.device == "cuda" and not config.enforce_eager and backend.supports_cuda_graphs
     # With two GPUs it gained nothing.
-    uses_quack = tp.size == 1 and not config.plain
+    uses_quack = tp.size == 1 and not config.plain and not config.deterministic
     quack = load_quack(config.dtype, device, decodes=has_graphs) if uses_quack else None
     model: DecoderForCausalLM | PlainQwen3
     if config.plain:
@@ -74,9 +78,11 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         num_params = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     else:
         matmul = make_matmul(config, table, device, quack)
-        with weight_format(config.weight_format):
+        with weight_format(format_of_weights(config)):
             args = config.max_model_len, backend, tp, matmul
             model = make_model(config.hf_config, config.dtype, device, *args)
+        if config.deterministic:
+            check_layers(model)
         num_params = num_layer_params(model)
     if config.weight_format is not None:
         logger.info("weights of linear layers: %s", config.weight_format.name)
@@ -112,7 +118,20 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
 def check_backend(config: Config) -> None:
     """Raises ValueError, with the reason, if the attention back end that is asked for cannot run here."""
     tp = TensorParallel(0, config.tensor_parallel_size)
-    select_backend(config.attention_backend, *attention_shapes(config, tp, torch.device(config.device)))
+    choose_backend(config, attention_shapes(config, tp, torch.device(config.device)))
+
+
+def choose_backend(config: Config, shapes: Sequence[AttentionShape]) -> AttentionBackend:
+    if config.deterministic:
+        return select_deterministic_backend(*shapes)
+    return select_backend(config.attention_backend, *shapes)
+
+
+def format_of_weights(config: Config) -> WeightFormat | None:
+    """Of linear layers, when they are made; None if nothing is special."""
+    if config.deterministic:
+        return FixedOrder(threads_per_rank(config.tensor_parallel_size))
+    return config.weight_format
 
 
 def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack | None) -> Matmul:

@@ -5,6 +5,7 @@ from typing import Any
 
 from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.lines import LineFormat, Row
+from nanovllm.jobs.receipts import ReceiptFormat
 from nanovllm.jobs.task import Task
 from nanovllm.jobs.tasks.classify import Classify, ClassifyFormat
 from nanovllm.jobs.tasks.embed import Embed, EmbedFormat
@@ -22,12 +23,13 @@ _FORMATS: dict[str, type[Columns]] = {
 NAMES = tuple(_TASKS)
 
 
-def make_task(name: str, sampling: Row, options: Row) -> Task:
+def make_task(name: str, sampling: Row, options: Row, keeps_receipts: bool = False) -> Task:
     """A task with its options.
 
     Args:
         sampling: options of SamplingParams, which only generation has.
         options: of any task's lines. One that the task does not have must be as by default.
+        keeps_receipts: whether the engine is deterministic. Only generation has receipts.
 
     Raises ValueError or TypeError.
     """
@@ -42,7 +44,10 @@ def make_task(name: str, sampling: Row, options: Row) -> Task:
         if option not in own and value is not None and value != _DEFAULTS[option]:
             of = " and ".join(repr(each) for each in NAMES if option in _options_of(each))
             raise ValueError(f"{option}={quoted(value)}: is an option of task={of}, and this job has task={name!r}")
-    return _TASKS[name](_FORMATS[name](**{option: value for option, value in options.items() if option in own}))
+    if keeps_receipts and name != "generate":
+        raise ValueError(f"task={name!r}: must be 'generate' with deterministic=True, which promises no vectors")
+    line_format = ReceiptFormat if keeps_receipts else _FORMATS[name]
+    return _TASKS[name](line_format(**{option: value for option, value in options.items() if option in own}))
 
 
 def _options_of(name: str) -> set[str]:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm import AnswerFormat, PromptEncoder, find_format
 from nanovllm.jobs.inputs import RawLine
-from nanovllm.jobs.lines import ANSWER_KEYS, Line, LineFormat, LineId, Row, answer_row, num_completion_tokens
+from nanovllm.jobs.lines import ANSWER_KEYS, Line, LineFormat, LineId, Row, num_completion_tokens
 from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.receipts import row_with_receipt
 from nanovllm.jobs.task import Output, Task
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.openai_format.request_names import ChatOptions
@@ -78,7 +79,7 @@ class Generate(Task):
         return num_completion_tokens(output)
 
     def row(self, line_id: LineId, line: Line, output: Output, responder: Responder) -> Row:
-        return answer_row(line_id, line, output, responder)
+        return row_with_receipt(line_id, line, output, responder)
 
     def columns(self) -> Row:
         import pyarrow as pa

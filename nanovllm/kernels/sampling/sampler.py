@@ -208,7 +208,8 @@ def best_of_shard(
     best = highest.clone()
     # A few rows at a time, so that intermediate results stay in a CPU's cache.
     rows_at_once = max(1, _COLUMNS_AT_ONCE // logits.shape[1])
-    missing = -logits.shape[1] % GROUP
+    # Whole vectors of torch's exp2, whose rest has other bits than they: so no row's depend on its place in the batch.
+    missing = -logits.shape[1] % (2 * GROUP)
     for rows in (temperatures > 0).nonzero().squeeze(1).split(rows_at_once):
         # [rows, num_groups, GROUP]. A pad of nothing would copy.
         chosen = F.pad(logits[rows], (0, missing), value=-math.inf) if missing else logits[rows]

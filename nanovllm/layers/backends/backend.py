@@ -63,11 +63,14 @@ class AttentionBackend(ABC):
         supports_cuda_graphs: whether a decode step can be captured.
         shares_reads: whether the rows of one sequence in a speculative step share what they read, and such steps have
             arrays and CUDA graphs of their own for it. Known after `prepare`.
+        is_batch_invariant: whether a token's result has the same bits in each step that could compute it: a prefill of
+            any tokens beside it, with any of those before it in the cache, and a decode step of any rows.
     """
 
     name: str
     supports_cuda_graphs = True
     shares_reads = False
+    is_batch_invariant = False
 
     @property
     def description(self) -> str:

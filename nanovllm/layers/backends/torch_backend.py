@@ -11,7 +11,7 @@ from nanovllm.kernels.attention.kv_quantization import dequantize_kv
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 
 # Rows of a decode step are padded to a multiple of this many keys, and computed together if they are equally long then.
-_KEYS_UNIT = 32
+KEYS_UNIT = 32
 # Keys, and as many values, that are copied from the cache at once: few enough to stay in a CPU's L2 cache until they
 # are used, and not to be given back to the system after each use.
 _BYTES_AT_ONCE = 2**20
@@ -81,8 +81,8 @@ def prefill_attention_torch(
             positions = torch.arange(first_key, len_k, device=q.device)
             slots = block_tables[seq].long()[positions // k_cache.shape[1]] * k_cache.shape[1]
             slots += positions % k_cache.shape[1]
-            keys = _gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype)
-            values = _gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype)
+            keys = gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype)
+            values = gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype)
         mask = None
         if num_cached > 0 or sinks is not None or (window is not None and window < len_k):
             # is_causal aligns the triangle at the top left; queries after a prefix need it at the bottom right.
@@ -92,7 +92,7 @@ def prefill_attention_torch(
         queries, keys, values = [x.transpose(0, 1).unsqueeze(0) for x in (q[chunk], keys, values)]
         if sinks is not None and mask is not None:
             of_heads = sinks.view(-1, 1, 1)
-            attended = _attend_with_sinks(queries, keys, values, mask, of_heads, scale, enable_gqa=True)
+            attended = attend_with_sinks(queries, keys, values, mask, of_heads, scale, enable_gqa=True)
         else:
             options: Any = {"attn_mask": mask, "is_causal": mask is None, "scale": scale, "enable_gqa": True}
             attended = F.scaled_dot_product_attention(queries, keys, values, **options)
@@ -100,7 +100,7 @@ def prefill_attention_torch(
     return out
 
 
-def _attend_with_sinks(
+def attend_with_sinks(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor, sinks: Tensor, scale: float, **options: bool
 ) -> Tensor:
     """`F.scaled_dot_product_attention` with a sink: a further key of value 0, which every query sees. All keys get a
@@ -159,8 +159,8 @@ class DecodePlan:
         block_size, device, lens = shape.block_size, shape.device, context_lens.astype(np.int64)
         cache_dtype = shape.cache_dtype or shape.dtype
         num_keys = lens if window is None else np.minimum(lens, window)
-        # To a multiple of _KEYS_UNIT, or of a quarter of the next lower power of two: for long rows, few numbers.
-        unit = np.maximum(_KEYS_UNIT, 1 << np.maximum(0, np.frexp(num_keys)[1].astype(np.int64) - 3))
+        # To a multiple of KEYS_UNIT, or of a quarter of the next lower power of two: for long rows, few numbers.
+        unit = np.maximum(KEYS_UNIT, 1 << np.maximum(0, np.frexp(num_keys)[1].astype(np.int64) - 3))
         padded = -(-num_keys // unit) * unit
         bytes_per_key = shape.num_kv_heads * shape.head_dim * cache_dtype.itemsize
         self.groups: list[DecodeGroup] = []
@@ -196,8 +196,8 @@ class DecodePlan:
         _, _, num_kv_heads, head_dim = k_cache.shape
         for rows, slots, mask in self.groups:
             num_rows = len(rows)
-            keys = _gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype, self._keys)
-            values = _gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype, self._values)
+            keys = gather(k_cache, slots, None if kv_scales is None else kv_scales[0], q.dtype, self._keys)
+            values = gather(v_cache, slots, None if kv_scales is None else kv_scales[1], q.dtype, self._values)
             keys, values = [x.view(num_rows, -1, num_kv_heads, head_dim).transpose(1, 2) for x in (keys, values)]
             # The heads that share a KV head become its queries, which saves a copy of the keys for each of them.
             queries = q.index_select(0, rows).view(num_rows, num_kv_heads, -1, head_dim)
@@ -205,12 +205,12 @@ class DecodePlan:
                 attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             else:
                 of_heads = sinks.view(num_kv_heads, -1, 1)
-                attended = _attend_with_sinks(queries, keys, values, mask, of_heads, scale)
+                attended = attend_with_sinks(queries, keys, values, mask, of_heads, scale)
             out.index_copy_(0, rows, attended.reshape(num_rows, -1, head_dim))
         return out
 
 
-def _gather(
+def gather(
     cache: Tensor, slots: Tensor, scales: Tensor | None, dtype: torch.dtype, out: Tensor | None = None
 ) -> Tensor:
     """Keys or values in these slots, `[num_slots, num_kv_heads, head_dim]`: in `out`, which may be longer, or new."""
@@ -219,4 +219,4 @@ def _gather(
         flat = flat.view(torch.uint8)
         out = None if out is None else out.view(torch.uint8)
     found = torch.index_select(flat, 0, slots, out=None if out is None else out[: len(slots)])
-    return found if scales is None else dequantize_kv(found.view(cache.dtype), scales, dtype)
+    return found.to(dtype) if scales is None else dequantize_kv(found.view(cache.dtype), scales, dtype)

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+from nanovllm.layers.formats.fixed_order import FixedOrder, FixedOrderReady
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks, Fp8Tensors
 from nanovllm.layers.formats.int4 import Int4
@@ -24,7 +25,7 @@ QUANTIZATIONS: dict[str, WeightFormat] = {"fp8": Fp8(), "int4": Int4(), "mxfp4":
 
 def format_of_table(name: str) -> WeightFormat:
     """The format with this name in tables; unquantized ones are called by their dtype there."""
-    formats: tuple[type[WeightFormat], ...] = (*DECLARED, Int4, Packed)
+    formats: tuple[type[WeightFormat], ...] = (*DECLARED, Int4, Packed, FixedOrder, FixedOrderReady)
     return next((cls() for cls in formats if cls.name == name), Unquantized())
 
 
@@ -46,3 +47,9 @@ def get_weight_format(of_experts: bool = False) -> WeightFormat:
     """The format of a layer that is made now. of_experts: whether it is of a mixture's experts."""
     format = _weight_format.get()
     return Unquantized() if format is None or (format.experts_only and not of_experts) else format
+
+
+def get_unquantized_format() -> WeightFormat:
+    """The format of a weight that is made now and never quantized, as that of the head."""
+    format = _weight_format.get()
+    return format if isinstance(format, Unquantized) else Unquantized()

@@ -89,6 +89,7 @@ class WeightFormat(ABC):
     name: ClassVar[str]  # what candidates call it
     kind: ClassVar[str] = ""  # in messages: "weights in fp8"
     needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
+    is_batch_invariant: ClassVar[bool] = False  # whether no row's bits in its products depend on the other rows
 
     @classmethod
     def declared(cls, method: str, settings: Settings) -> "WeightFormat | None":
@@ -205,3 +206,7 @@ class WeightFormat(ABC):
     @abstractmethod
     def linear(self, x: Input, weight: Weight) -> Tensor:
         """`x W^T`: a new `[num_tokens, N]` of the weight's dtype. The plain twin of all candidates."""
+
+    def linear_into(self, x: Input, weight: Weight, out: Tensor) -> Tensor:
+        """`linear`, written to `out`, which it returns."""
+        return out.copy_(self.linear(x, weight))

@@ -35,3 +35,6 @@ class Unquantized(WeightFormat):
 
     def linear(self, x: Input, weight: Weight) -> Tensor:
         return F.linear(value_of(x), weight.values)
+
+    def linear_into(self, x: Input, weight: Weight, out: Tensor) -> Tensor:
+        return torch.mm(value_of(x), weight.values.t(), out=out)

@@ -22,6 +22,7 @@ class Candidate(ABC):
     # Whether as a default it computes prefills that are too short to be measured. Else they take decode steps' choices.
     suits_short_prefills: ClassVar[bool] = True
     posts_sums: ClassVar[bool] = False  # whether it can write a linear_sum to the other ranks' memory itself
+    is_batch_invariant: ClassVar[bool] = False  # whether no row's bits depend on the other rows
     # Whether its constants in decode steps are useless for other shapes of a weight.
     suits_one_shape: ClassVar[bool] = False
 

@@ -54,7 +54,7 @@ class Matmul:
         if not is_measured and key.phase == "decode":  # Then the row, if any, is that of another shape.
             supporting = {name: each for name, each in supporting.items() if not each.suits_one_shape}
             # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's others tell.
-            if self.has_choice and key.operation != "linear_add" and not self._has_told:
+            if len(supporting) > 1 and key.operation != "linear_add" and not self._has_told:
                 self._has_told = True
                 text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
                 logger.info(text, key.operation, key.N, key.K, self._model)

@@ -1,0 +1,65 @@
+"""What `deterministic=True` can promise: the one place that refuses, by name, what it cannot.
+
+Each choice of the engine says whether a row's bits are independent of the other rows: `is_batch_invariant` of a weight
+format, a candidate for products, an attention back end and a feature. The rest computes each row by itself: norms,
+RoPE, activations, logits, log-probabilities and the sampler. docs/deterministic.md lists who keeps which promise.
+"""
+
+from typing import Any
+
+from torch import nn
+
+from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.models.registry import model_class
+from nanovllm.utils.checks import require
+
+# The sum of two numbers does not depend on their order. That of more depends on how gloo divides tensors.
+MAX_RANKS = 2
+# Those where bits have been compared. The kernels for a GPU are there, and tests/gpu/test_deterministic_gpu.py compares
+# theirs, but no GPU has run it yet.
+DEVICES = ["cpu"]
+
+
+def check_deterministic(config: Any) -> None:
+    """Raises ValueError, naming the option, the back end or the format, if a choice of this engine is not known to be
+    batch-invariant. config: a `Config` whose device, dtype and formats are resolved."""
+
+    def refuse(name: str, value: object, is_right: bool, allowed: str) -> None:
+        require(name, value, is_right, f"{allowed} with deterministic=True")
+
+    refuse("device", config.device, config.device in DEVICES, "'cpu'")
+    refuse("plain", config.plain, not config.plain, "False")
+    refuse("task", config.task, config.task == "generate", "'generate'")
+    found = config.attention_backend
+    refuse("attention_backend", found, found == "auto", "'auto', which takes the batch-invariant one,")
+    format = config.weight_format
+    if format is not None and not format.is_batch_invariant:
+        raise ValueError(
+            f"quantization: products of weights in {format.kind or format.name} are not batch-invariant; use "
+            "unquantized weights with deterministic=True"
+        )
+    ranks = config.tensor_parallel_size
+    most, where = (MAX_RANKS, "") if config.device == "cpu" else (1, " on a GPU")
+    refuse("tensor_parallel_size", ranks, ranks <= most, f"at most {most}{where}")
+    for feature in config.features:
+        refuse(
+            "features",
+            type(feature).__name__,
+            getattr(feature, "is_batch_invariant", False),
+            "of features with is_batch_invariant=True",
+        )
+    spec = model_class(config.hf_config).spec(config.hf_config)
+    if any(spec.linear_layers):
+        raise ValueError(
+            "model: linear attention gives a prompt's state other bits in a prefill than in decode steps; use "
+            "deterministic=False, or a model without it"
+        )
+
+
+def check_layers(model: nn.Module) -> None:
+    """Raises ValueError if the model has layers whose products are not batch-invariant."""
+    if any(isinstance(module, MixtureOfExperts) for module in model.modules()):
+        raise ValueError(
+            "model: the products of experts depend on which tokens of a batch chose them; use deterministic=False, or "
+            "a model without experts"
+        )

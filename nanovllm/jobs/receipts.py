@@ -1,0 +1,81 @@
+"""Receipts: what a job with `deterministic=True` keeps of each answer, so that `nanovllm verify` can ask for it again.
+
+A row's `receipt` is all that its request was, in token ids, and each token with its log-probability. What these depend
+on beside the request is in the manifest (`bits`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+from xxhash import xxh3_64_intdigest
+
+from nanovllm import SamplingParams
+from nanovllm.jobs.lines import Line, LineFormat, LineId, Row, answer_row, id_bytes
+from nanovllm.openai_format.openai_batch import Responder
+from nanovllm.openai_format.request_names import make_params
+
+RECEIPT = "receipt"
+
+
+@dataclass(frozen=True)
+class ReceiptFormat(LineFormat):
+    """Lines of a job that keeps receipts: each has a seed, and log-probabilities are computed for all."""
+
+    @property
+    def json_keys(self) -> tuple[str, ...]:
+        return (*super().json_keys, RECEIPT)
+
+    def read(self, row: Row, line_id: LineId) -> Line:
+        line = super().read(row, line_id)
+        asked = line.params
+        if asked.seed is None:
+            asked = replace(asked, seed=xxh3_64_intdigest(id_bytes(line_id)) >> 1)
+        params = asked if asked.logprobs is not None else replace(asked, logprobs=0)
+        return line._replace(params=params, asked=asked)
+
+
+def receipt_of(line: Line, output: Mapping[str, Any]) -> Row:
+    """What a row keeps. line: of a `ReceiptFormat`, its prompt token ids. output: the RequestOutput."""
+    defaults = SamplingParams()
+    names = [field.name for field in fields(SamplingParams)]
+    params = {name: getattr(line.params, name) for name in names}
+    params = {name: value for name, value in params.items() if value != getattr(defaults, name)}
+    if "structured_outputs" in params:
+        params["structured_outputs"] = asdict(params["structured_outputs"])
+    for name in ("logit_bias", "extra_args"):
+        if name in params:
+            params[name] = dict(params[name])
+    samples = [_kept(sample) for sample in output.get("samples") or [output]]
+    return {"prompt_token_ids": list(line.prompt), "params": params, "samples": samples}
+
+
+def _kept(sample: Mapping[str, Any]) -> Row:
+    token_ids = list(sample["token_ids"])
+    logprobs = [entry[token] for entry, token in zip(sample["logprobs"], token_ids, strict=True)]
+    return {"token_ids": token_ids, "logprobs": logprobs}
+
+
+def row_with_receipt(line_id: LineId, line: Line, output: Mapping[str, Any], responder: Responder) -> Row:
+    """`answer_row`, with a receipt if the job keeps them."""
+    if line.asked is None:
+        return answer_row(line_id, line, output, responder)
+    shown = output if line.asked.logprobs is not None else without_logprobs(output)
+    return answer_row(line_id, line._replace(params=line.asked), shown, responder) | {RECEIPT: receipt_of(line, output)}
+
+
+def params_of(receipt: Row) -> SamplingParams:
+    return make_params(receipt["params"])
+
+
+def without_logprobs(output: Mapping[str, Any]) -> Row:
+    """The RequestOutput of a line that did not ask for them."""
+    plain = {**output, "logprobs": None}
+    if output.get("samples"):
+        plain["samples"] = [{**sample, "logprobs": None} for sample in output["samples"]]
+    return plain
+
+
+def samples_of(output: Mapping[str, Any]) -> list[Row]:
+    """What a receipt keeps of the samples of a RequestOutput."""
+    return [_kept(sample) for sample in output.get("samples") or [output]]

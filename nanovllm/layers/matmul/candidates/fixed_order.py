@@ -1,0 +1,29 @@
+"""Products in one order of sums for any number of rows: of `deterministic=True`."""
+
+from torch import Tensor
+
+from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.layers.formats.fixed_order import FixedOrder, FixedOrderReady
+from nanovllm.layers.matmul.candidate import Candidate
+from nanovllm.layers.matmul.problem import Problem
+
+
+class FixedOrderProducts(Candidate):
+    """linear_add rounds the product before the sum."""
+
+    name = "fixed-order"
+    operations = ("linear", "linear_silu", "linear_add", "linear_sum")
+    formats = (FixedOrder.name, FixedOrderReady.name)
+    is_default = True
+    is_batch_invariant = True
+
+    def launch(self, problem: Problem, constants: tuple = ()) -> Tensor:
+        key, x, weight, bias, out = problem
+        y = weight.format.linear(x, weight)
+        if bias is not None:
+            y += bias
+        if key.operation == "linear_silu":
+            return silu_and_mul(y)
+        if out is None:
+            return y
+        return out.add_(y) if key.operation == "linear_add" else out.copy_(y)
