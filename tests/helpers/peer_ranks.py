@@ -1,6 +1,7 @@
 """Ranks whose kernels wait for each other, without several GPUs: processes, in which Triton's interpreter runs, or
 streams of one GPU."""
 
+import gc
 import mmap
 import time
 from collections.abc import Callable, Iterator
@@ -89,8 +90,10 @@ def _run_politely(work: Callable[[int], Any], rank: int) -> None:
         return update(*args)
 
     InterpreterBuilder.create_atomic_rmw = update_and_pause
-    # A fork has none of the threads that torch's products in its parent had, and would wait for them for ever.
+    # A fork has none of its parent's threads. Torch's products and the collector's end of, say, a process group would
+    # wait for them for ever.
     torch.set_num_threads(1)
+    gc.disable()
     work(rank)
 
 

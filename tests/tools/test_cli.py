@@ -103,7 +103,7 @@ DEMO = str(Path(__file__).parents[2] / "assets" / "demo-model")
         (f"chat {DEMO} --chat-template-kwargs [1]", 2, "'[1]' is no JSON object"),
         ("chat", 2, "nanovllm chat: missing: MODEL (usage: nanovllm chat MODEL [options])"),
         ("genrate m", 2, "nanovllm: no command 'genrate': did you mean generate?"),
-        ("nothing-like-it", 2, "no command 'nothing-like-it': run-batch, status, chat, "),
+        ("nothing-like-it", 2, "no command 'nothing-like-it': run-batch, status, verify, chat, "),
         ("chat m --maxtokens 5", 2, "unknown option --maxtokens: did you mean --max-tokens?"),
         ("chat m --max_model_len 5", 2, "unknown option --max_model_len: did you mean --max-model-len?"),
         ("serve m --trust-remote-code", 2, "--trust-remote-code: no code of a model's repository is run"),

@@ -51,10 +51,11 @@ class Matmul:
         row, is_measured = self.table.find(key), key in self.table.rows
         supporting = {name: each for name, each in self._candidates.items() if each.supports(key, weight)}
         default = next(each for each in supporting.values() if each.is_default)
+        is_choice = len(supporting) > 1
         if not is_measured and key.phase == "decode":  # Then the row, if any, is that of another shape.
             supporting = {name: each for name, each in supporting.items() if not each.suits_one_shape}
             # A linear_add may be rank 0's part of a sum, measured as linear_sum. On one GPU a layer's others tell.
-            if len(supporting) > 1 and key.operation != "linear_add" and not self._has_told:
+            if is_choice and key.operation != "linear_add" and not self._has_told:
                 self._has_told = True
                 text = "%s with a weight [%d, %d] was not measured on this GPU; to measure it: nanovllm tune %s"
                 logger.info(text, key.operation, key.N, key.K, self._model)
