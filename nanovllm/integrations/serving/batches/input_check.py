@@ -41,12 +41,23 @@ def check_input(path: Path, url: str, model: str, tell: Callable[[], object]) ->
             hashes += hash_id(line.id)
             tell()
     except ValueError as error:  # No text, or no lines.
+        if (of_disk := disk_error(error)) is not None:
+            raise of_disk from error
         return Checked(len(numbers), [*errors, _error("invalid_file", _without_path(str(error), path))])
     if not numbers:
         return Checked(0, [_error("empty_file", "the file has no lines")])
     if not errors:
         errors += _duplicates(inputs, np.frombuffer(bytes(hashes), "S16"), numbers)
     return Checked(len(numbers), errors)
+
+
+def disk_error(error: BaseException) -> OSError | None:
+    """What has gone wrong with the disk, which may pass, if this error is of that or comes from it. None if the file is
+    wrong, or not there."""
+    for each in (error, error.__cause__):
+        if isinstance(each, OSError) and each.errno is not None and not isinstance(each, FileNotFoundError):
+            return each
+    return None
 
 
 def _without_path(text: str, path: Path) -> str:

@@ -5,13 +5,14 @@ import os
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from nanovllm import LLM
 from nanovllm.integrations.serving.background import Background
 from nanovllm.integrations.serving.batches.batch_job import BatchArguments, BatchJob, Pace, make_job, write_files
-from nanovllm.integrations.serving.batches.input_check import check_input
+from nanovllm.integrations.serving.batches.input_check import check_input, disk_error
 from nanovllm.integrations.serving.batches.records import Batch, Row, StoredFile, new_id
 from nanovllm.integrations.serving.batches.store import BatchStore
 from nanovllm.jobs.folder import Counts
@@ -131,6 +132,11 @@ class BatchRunner:
             num_lines, errors = check_input(path, batch.endpoint, self.model, Pace(self._llm, self._raise_if_stopping))
         except _Stopped:
             return
+        except OSError as error:
+            if not isinstance(error, FileNotFoundError):
+                self._check_again(batch_id, error)
+                return
+            num_lines, errors = 0, [_error("server_error", "the file is not there any more")]
         except Exception as error:
             logger.error("%s: cannot be checked", batch_id, exc_info=error)
             num_lines, errors = 0, [_error("server_error", f"the file cannot be read: {type(error).__name__}")]
@@ -144,8 +150,15 @@ class BatchRunner:
         try:
             self.store.update(batch_id, change)
         except OSError as error:
-            logger.error("%s: cannot be changed, and is checked again at the next start: %s", batch_id, error)
+            self._check_again(batch_id, error)
         self._news.set()
+
+    def _check_again(self, batch_id: str, error: OSError) -> None:
+        """After an error of the disk, which may pass. Batches behind it wait as long."""
+        logger.error("%s: cannot be checked: %s; another attempt in %d seconds", batch_id, error, RETRY_SECONDS)
+        if not self._is_stopping.wait(RETRY_SECONDS):
+            with suppress(RuntimeError):  # The server has just begun to end.
+                self._checks.submit(self._check, batch_id)
 
     def _raise_if_stopping(self) -> None:
         if self._is_stopping.is_set():
@@ -220,8 +233,7 @@ class BatchRunner:
         except _Stopped:
             raise
         except Exception as error:
-            is_of_disk = isinstance(error, JobError | OSError) and not isinstance(error, FileNotFoundError)
-            if is_of_disk or self._background.has_ended:
+            if isinstance(error, JobError) or disk_error(error) is not None or self._background.has_ended:
                 raise
             # The input has been damaged, or the server has another model than before, or a package is missing.
             logger.error("%s: has failed", batch.id, exc_info=error)

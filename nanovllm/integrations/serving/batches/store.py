@@ -94,6 +94,9 @@ class BatchStore:
             is_content = path.suffix == ".jsonl" and not path.with_suffix(".json").exists()
             if _FILE_ID.fullmatch(path.stem) and (path.suffix in (".upload", ".tmp") or is_content):
                 path.unlink()
+        for path in (self.path / "batches").glob("*.tmp"):  # records that were being written
+            if _BATCH_ID.fullmatch(path.stem):
+                path.unlink()
         for batch in self._batches.values():
             if batch.has_ended and (batch.output_file_id or batch.error_file_id):
                 self.delete_job(batch.id)
