@@ -3,10 +3,11 @@
 import threading
 from contextlib import closing
 
+import numpy as np
 import pytest
 from checkpoints import assert_idle, greedy, make_llm
 
-from nanovllm import SamplingParams
+from nanovllm import PoolingParams, SamplingParams
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 background_module = pytest.importorskip("nanovllm.integrations.serving.background")
@@ -188,6 +189,41 @@ def test_sequences_are_put_back_for_many_samples(llm):
     assert len(tokens) == 40
     loop.finish()
     assert all(len(loop.done[i]["token_ids"]) == 100 for i in range(14))
+
+
+def test_lines_that_ask_for_vectors(llm):
+    """Beside lines that generate; one of them takes several steps, and some are refused."""
+    prompts = [[5 + i, *range(6, 9 + i)] for i in range(40)] + [[7] * 150]
+    pairs = [(prompt, PoolingParams(task="embed")) for prompt in prompts]
+    pairs[1] = prompts[1], PoolingParams("mean", False, 8, "embed")
+    refused = [([], PoolingParams()), ([5] * 500, PoolingParams()), ([5], PoolingParams(task="classify"))]
+    loop = Loop(llm)
+    loop.submit([*lines(3), *pairs, *refused, *lines(3)])
+    loop.finish()
+    expected = [output["embedding"] for output in llm.embed(prompts, use_tqdm=False)]
+    expected[1] = llm.embed([prompts[1]], "mean", False, 8, use_tqdm=False)[0]["embedding"]
+    for i, prompt in enumerate(prompts, 3):
+        np.testing.assert_allclose(loop.done[i]["embedding"], expected[i - 3], atol=1e-5)
+        assert loop.done[i]["num_prompt_tokens"] == len(prompt)
+    assert [("error" in loop.done[i]) for i in range(len(loop.done))] == [44 <= i < 47 for i in range(50)]
+
+
+def test_a_line_that_asks_for_a_vector_is_put_back(llm):
+    prompt = [7] * 190
+    whole = llm.embed([prompt], use_tqdm=False)[0]["embedding"]
+    loop = Loop(llm)
+    loop.submit([(prompt, PoolingParams(task="embed"))])
+    loop.step()
+    assert loop.background._under_way, "one of its three steps"
+    for _ in range(2):
+        loop.add_live([5, 6], SamplingParams(n=10, max_tokens=4, ignore_eos=True))
+    loop.background.begin(True, False)
+    assert not loop.background._under_way
+    assert not loop.done
+    while loop.live:
+        loop.step()
+    loop.finish()
+    np.testing.assert_allclose(loop.done[0]["embedding"], whole, atol=1e-5)
 
 
 def test_a_line_that_needs_the_whole_cache(llm):

@@ -1,5 +1,6 @@
 """/v1/files and /v1/batches, called by OpenAI's client: answers, errors, files, pages, and what outlives a server."""
 
+import asyncio
 import http.client
 import json
 import os
@@ -17,8 +18,10 @@ from checkpoints import assert_idle, make_ascii_checkpoint, make_llm
 from job_files import ReadHere
 from served import MODEL, SECONDS, as_lines, request, served, wait_for
 
+from nanovllm import SamplingParams
 from nanovllm.cli import main
 from nanovllm.jobs import work
+from nanovllm.openai_format.pooled_calls import CALLS
 
 REASON = "needs OpenAI's client and the server's packages: pip install '.[test]'"
 openai = pytest.importorskip("openai", reason=REASON)
@@ -396,6 +399,7 @@ ROUTES = [
     *(("GET", "/v1/files/x/content"), ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", "/v1/batches/x")),
     *(("POST", "/v1/batches/x/cancel"), ("POST", "/v1/completions"), ("POST", CHAT), ("GET", "/v1/models")),
     *(("GET", "/health"), ("GET", "/metrics"), ("GET", "/nothing")),
+    *(("POST", url) for call in CALLS for url in call.urls),
 ]
 
 
@@ -505,6 +509,23 @@ def test_a_batch_goes_on_after_the_end_of_its_server(llm, tmp_path):
         )
         assert all(part in text for part in parts.values()), "and is not computed again"
         assert server.ended(waiting).status == "completed"
+
+
+def test_the_end_waits_for_the_step_under_way(llm):
+    """So that whoever has the engine finds it idle."""
+    from nanovllm.integrations.serving.engine_loop import EngineLoop, Submission
+
+    async def begin_and_end():
+        loop = EngineLoop(llm)
+        loop.start()
+        submission = Submission([[5, 6, 7]] * 3, SamplingParams(max_tokens=150, ignore_eos=True), None)
+        loop.submit(submission)
+        for _ in range(3):
+            await asyncio.wait_for(submission.events.get(), SECONDS)
+        loop.stop()
+
+    asyncio.run(begin_and_end())
+    assert_idle(llm)
 
 
 @pytest.mark.parametrize("moment", ["answers are written", "a file is known", "both files are known"])

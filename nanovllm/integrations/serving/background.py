@@ -11,31 +11,70 @@ answered from their beginning when there is room again.
 """
 
 import queue
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from nanovllm import LLM, SamplingParams, StreamDelta
+from nanovllm import LLM, PoolingParams, SamplingParams, StreamDelta
 
 _FREE_SHARE = 8  # One part in so many stays free for live requests.
 _POLL_SECONDS = 0.1
 
 Output = dict[str, Any]
+Params = SamplingParams | PoolingParams
 
 
-class _Line:
-    """A prompt, and what has come of it."""
+class _Line(ABC):
+    """A prompt, and what has come of it.
+
+    Attributes:
+        num_samples: sequences that answer it.
+        num_left: those that have not ended.
+    """
+
+    num_samples = 1
+    num_left: int
+
+    def __init__(self, run: "_Run", index: int, token_ids: list[int], params: Params):
+        self.run, self.index, self.token_ids, self.params = run, index, token_ids, params
+
+    @abstractmethod
+    def begin(self) -> None:
+        """Forget an answer that was put back. Raises ValueError for what is not served."""
+
+    @abstractmethod
+    def add(self, delta: StreamDelta) -> None: ...
+
+    @abstractmethod
+    def output(self) -> Output:
+        """What jobs read of an answer that has ended."""
+
+    @abstractmethod
+    def num_blocks(self, block_size: int) -> int:
+        """Of the KV cache, at most, for its tokens so far."""
+
+
+class _GeneratedLine(_Line):
+    """One with SamplingParams."""
+
+    params: SamplingParams
 
     def __init__(self, run: "_Run", index: int, token_ids: list[int], params: SamplingParams):
-        self.run, self.index, self.token_ids, self.params = run, index, token_ids, params
-        self.begin()
+        super().__init__(run, index, token_ids, params)
+        self.num_samples = params.n
+        self._clear()
 
     def begin(self) -> None:
-        """Forget an answer that was put back."""
-        self.num_left = self.params.n
+        if self.params.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs: is not served; use LLM.generate, LLM.score or run-batch")
+        self._clear()
+
+    def _clear(self) -> None:
+        self.num_left = self.num_samples
         self.samples: list[Output] = [
             {"text": "", "token_ids": [], "logprobs": None if self.params.logprobs is None else [], "stop_reason": None}
-            for _ in range(self.params.n)
+            for _ in range(self.num_samples)
         ]
 
     def add(self, delta: StreamDelta) -> None:
@@ -56,12 +95,37 @@ class _Line:
             if "error" in sample:
                 return _error(sample["error"])
         output = self.samples[0] | {"num_prompt_tokens": len(self.token_ids), "prompt_logprobs": None}
-        return output | ({"samples": self.samples} if self.params.n > 1 else {})
+        return output | ({"samples": self.samples} if self.num_samples > 1 else {})
 
     def num_blocks(self, block_size: int) -> int:
-        """Of the KV cache, at most, for its tokens so far."""
         num_tokens = len(self.token_ids)
         return sum(-(-(num_tokens + len(sample["token_ids"]) + 1) // block_size) for sample in self.samples)
+
+
+class _PooledLine(_Line):
+    """One with PoolingParams, whose request ends with its prompt."""
+
+    def begin(self) -> None:
+        self.num_left, self._output = 1, _error("it has no result")
+
+    def add(self, delta: StreamDelta) -> None:
+        if (reason := delta["finish_reason"]) is not None:
+            self.num_left = 0
+            is_whole = reason == "stop" and "output" in delta
+            self._output = delta["output"] if is_whole else _error(delta.get("error") or f"it has no result: {reason}")
+
+    def output(self) -> Output:
+        """As an EmbeddingOutput, a ClassOutput or a RankOutput, or an ErrorOutput."""
+        return self._output
+
+    def num_blocks(self, block_size: int) -> int:
+        return -(-len(self.token_ids) // block_size)
+
+
+def _line(run: "_Run", index: int, token_ids: list[int], params: Params) -> _Line:
+    if isinstance(params, SamplingParams):
+        return _GeneratedLine(run, index, token_ids, params)
+    return _PooledLine(run, index, token_ids, params)
 
 
 def _error(text: str) -> Output:
@@ -97,10 +161,10 @@ class Background:
     # -- for the batch -------------------------------------------------------------------------------------------------
 
     def answer(
-        self, pairs: Iterable[tuple[list[int], SamplingParams]], check: Callable[[], None]
+        self, pairs: Iterable[tuple[list[int], Params]], check: Callable[[], None]
     ) -> Iterator[tuple[int, Output]]:
-        """(index, RequestOutput or ErrorOutput) of prompts in token ids, as they finish. Prompts are taken a few at
-        a time.
+        """(index, output) of prompts in token ids, as they finish. Outputs are RequestOutputs, of PoolingParams what
+        LLM.embed, classify or rerank_iter gives; or ErrorOutputs. Prompts are taken a few at a time.
 
         check: called several times a second; an exception that it raises ends this iterator, and drops the lines.
 
@@ -115,7 +179,7 @@ class Background:
                     if (pair := next(remaining, None)) is None:
                         has_more = False
                         break
-                    run.waiting.append(_Line(run, index, *pair))
+                    run.waiting.append(_line(run, index, *pair))
                     self._wake()
                     index, num_under_way = index + 1, num_under_way + 1
                     while not run.done.empty():
@@ -199,7 +263,7 @@ class Background:
         num_tokens = most_tokens = config.max_num_batched_tokens
         while run.waiting:
             line = run.waiting[0]
-            num_seqs -= line.params.n
+            num_seqs -= line.num_samples
             num_blocks -= line.num_blocks(config.kvcache_block_size)
             # A prompt that is longer than a step begins alone.
             is_too_long = num_tokens < len(line.token_ids) and num_tokens < most_tokens
@@ -209,10 +273,8 @@ class Background:
             self._add(run.waiting.popleft())
 
     def _add(self, line: _Line) -> None:
-        line.begin()
         try:
-            if line.params.prompt_logprobs is not None:
-                raise ValueError("prompt_logprobs: is not served; use LLM.generate, LLM.score or run-batch")
+            line.begin()
             self._under_way[self._llm.add_request(line.token_ids, line.params)] = line
         except (TypeError, ValueError, ImportError) as error:
             line.run.done.put((line.index, _error(str(error))))

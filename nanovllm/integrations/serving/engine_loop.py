@@ -133,6 +133,8 @@ class EngineLoop:
                 if not self._llm.is_finished():
                     self._deliver(self._llm.step_deltas())
             self._llm.abort_request()
+            while not self._llm.is_finished():  # the step under way
+                self._llm.step_deltas()
         except BaseException as error:
             logger.error("the engine died", exc_info=error)
             self.error = error
@@ -174,8 +176,7 @@ class EngineLoop:
                 submission.request_ids.append(request_id)
                 self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.num_samples
                 num_prompt_tokens += len(token_ids)
-                num_samples = submission.num_choices // len(submission.prompts)
-                self.background.expect(request_id, len(token_ids), num_samples)
+                self.background.expect(request_id, len(token_ids), submission.num_samples)
                 if submission.chat_options is not None:
                     submission.opens_reasoning = self.answers.opens_reasoning(token_ids)
         except (TypeError, ValueError, ImportError) as error:

@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from nanovllm import LLM, EngineStats
+from nanovllm import LLM, EngineStats, PoolingParams, RequestChecker
 from nanovllm.integrations.serving.background import Background
 from nanovllm.integrations.serving.calls import error_body
 from nanovllm.jobs.arguments import Arguments, answer_format
@@ -61,13 +61,31 @@ class _LineEngine:
         """As LLM's, which returns errors."""
         return self._background.answer(zip(prompts, params, strict=False), self._check)
 
+    def embed_iter(
+        self, prompts: Iterable[Any], prompt_name: None, on_error: str, **asked: Any
+    ) -> Iterator[tuple[int, Row]]:
+        """As LLM's, which returns errors. prompts: token ids, which have what the model puts before texts. asked: of
+        PoolingParams."""
+        params = PoolingParams(task="embed", **asked)
+        return self._background.answer(((prompt, params) for prompt in prompts), self._check)
+
 
 class BatchArguments(Arguments):
     """Those of a served model."""
 
-    def __init__(self, llm: LLM, background: Background, served_name: str, check: Callable[[], None], **of_lines: Any):
-        """of_lines: as LineFormat's."""
-        super().__init__(llm, {}, **of_lines)
+    def __init__(
+        self,
+        llm: LLM,
+        background: Background,
+        served_name: str,
+        check: Callable[[], None],
+        checker: RequestChecker,
+        task: str = "generate",
+        **of_lines: Any,
+    ):
+        """checker: of this model's requests. task, of_lines: of `make_task`."""
+        super().__init__(llm, {}, task, **of_lines)
+        self.task = self.task.of_model(checker)
         self._llm, self._background, self._served_name, self._check = llm, background, served_name, check
 
     def engine(self) -> AbstractContextManager[Any]:

@@ -126,6 +126,8 @@ class BatchRoutes:
             await asyncio.to_thread(self._runner.add, batch)
         except KeyError as error:
             raise HTTPException(400, f"input_file_id={quoted(batch.input_file_id)}: there is no such file") from error
+        except ValueError as error:
+            raise HTTPException(400, str(error)) from error
         return _json(batch.view())
 
     def _new_batch(self, given: Row) -> Batch:

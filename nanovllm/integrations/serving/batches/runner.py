@@ -4,17 +4,21 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
-from nanovllm import LLM
+from nanovllm import LLM, RequestChecker
 from nanovllm.integrations.serving.background import Background
 from nanovllm.integrations.serving.batches.batch_job import BatchArguments, BatchJob, Pace, make_job, write_files
+from nanovllm.integrations.serving.batches.endpoints import ENDPOINTS
 from nanovllm.integrations.serving.batches.input_check import check_input, disk_error
 from nanovllm.integrations.serving.batches.records import Batch, Row, StoredFile, new_id
 from nanovllm.integrations.serving.batches.store import BatchStore
+from nanovllm.jobs.first_lines import error_of_call
 from nanovllm.jobs.folder import Counts
 from nanovllm.jobs.run import JobError
 
@@ -78,8 +82,19 @@ class BatchRunner:
         self._checks.shutdown(cancel_futures=True)
         self._thread.join()
 
+    @cached_property
+    def _checker(self) -> RequestChecker:
+        return RequestChecker(self._llm.config, self._llm.scheduler.length_limit.num_blocks)
+
+    def check_model(self, endpoint: str) -> None:
+        """Raises ValueError if the model can serve no request of an endpoint, with what it can do instead."""
+        (error,) = self._checker.check([[0]], [ENDPOINTS[endpoint].params])
+        if error is not None:
+            raise ValueError(f"endpoint={endpoint!r}: cannot be served by {self.model!r}: {error_of_call(error)}")
+
     def add(self, batch: Batch) -> None:
-        """Raises KeyError if its input has been deleted."""
+        """Raises ValueError for `check_model`'s reason, and KeyError if its input has been deleted."""
+        self.check_model(batch.endpoint)
         self.store.add_batch(batch)
         self._checks.submit(self._check, batch.id)
 
@@ -215,21 +230,21 @@ class BatchRunner:
             if time.time() >= batch.expires_at:
                 raise _Ended("expired")
 
-        arguments = BatchArguments(self._llm, self._background, self.model, check, **self._of_lines)
-        job = make_job(
-            self.store.job_folder(batch.id),
-            self.store.content(batch.input_file_id),
-            arguments,
-            Pace(self._llm, check),
-        )
-        self._current = batch.id, job
+        job: BatchJob | None = None
+
+        def counts() -> Counts:
+            return Counts() if job is None else job.counts
+
         try:
+            self.check_model(batch.endpoint)  # The server may have another one than before.
+            job = self._make_job(batch, check)
+            self._current = batch.id, job
             check()
             with job.folder:
                 job.run(False, False)
-            return self._plan(batch.id, "completed", job.counts)
+            return self._plan(batch.id, "completed", counts())
         except _Ended as ended:
-            return self._plan(batch.id, ended.outcome, job.counts)
+            return self._plan(batch.id, ended.outcome, counts())
         except _Stopped:
             raise
         except Exception as error:
@@ -237,9 +252,18 @@ class BatchRunner:
                 raise
             # The input has been damaged, or the server has another model than before, or a package is missing.
             logger.error("%s: has failed", batch.id, exc_info=error)
-            return self._plan(batch.id, "failed", job.counts, _error("server_error", self._without_paths(str(error))))
+            return self._plan(batch.id, "failed", counts(), _error("server_error", self._without_paths(str(error))))
         finally:
             self._current = None
+
+    def _make_job(self, batch: Batch, check: Callable[[], None]) -> BatchJob:
+        endpoint = ENDPOINTS[batch.endpoint]
+        options = {name: self._of_lines[name] for name in endpoint.options if name in self._of_lines}
+        arguments = BatchArguments(
+            self._llm, self._background, self.model, check, self._checker, endpoint.task, **options
+        )
+        folder, input = self.store.job_folder(batch.id), self.store.content(batch.input_file_id)
+        return make_job(folder, input, arguments, Pace(self._llm, check))
 
     def _without_paths(self, text: str) -> str:
         """Clients need not know where the server keeps files."""
