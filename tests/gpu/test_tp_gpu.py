@@ -1,4 +1,4 @@
-"""Two GPUs: NCCL, collectives in CUDA graphs, and a worker that dies while kernels wait for it."""
+"""Two GPUs, and four where there are so many: NCCL, collectives in CUDA graphs, and a worker that dies while kernels wait for it."""
 
 import os
 import signal
@@ -23,19 +23,26 @@ from nanovllm.models.presets import preset_config
 
 NUM_GPUS = torch.cuda.device_count()
 pytestmark = [pytest.mark.gpu, pytest.mark.two_gpus]
+# More than two GPUs sum in another way (kernels/parallel/all_reduce.py).
+needs_four = pytest.mark.skipif(NUM_GPUS < 4, reason="needs four CUDA devices")
+of_two_and_four = pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=needs_four)])
 GPU = {"device": "cuda", "kvcache_block_size": 256, "num_kvcache_blocks": 24, "max_num_batched_tokens": 2048}
+
+# Heads of linear attention that four ranks divide.
+HYBRID_OF_FOUR = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
 
 
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
-    """(checkpoint, Reference): KV heads that two ranks copy, and a vocabulary that they do not divide."""
+    """(checkpoint, Reference): KV heads that all ranks copy, and a vocabulary that they do not divide."""
     fields = {"head_dim": 64, "num_key_value_heads": 1, "vocab_size": 307, "tie_word_embeddings": True}
     path = make_checkpoint(tmp_path_factory.mktemp("tp-gpu"), **fields)
     return path, Reference(path)
 
 
+@of_two_and_four
 @pytest.mark.parametrize("eager", [False, True])
-def test_tokens_in_float32(shared, eager):
+def test_tokens_in_float32(shared, eager, num_ranks):
     path, reference = shared
     prompts = reference.draw_prompts((3, 40, 256, 1, 300, 17, 255), 10)
     expected = reference.greedy(prompts, 10)
@@ -43,7 +50,7 @@ def test_tokens_in_float32(shared, eager):
     options = GPU | {"dtype": "float32", "enforce_eager": eager}
     with make_llm(path, **options) as llm:
         drawn = complete(llm, prompts, params)
-    with make_llm(path, tensor_parallel_size=2, **options) as llm:
+    with make_llm(path, tensor_parallel_size=num_ranks, **options) as llm:
         assert (not llm.model_runner.graph_bs) == eager
         for num_seqs in (7, 3, 5, 1):
             assert complete(llm, prompts[:num_seqs], greedy(10)) == expected[:num_seqs]
@@ -54,23 +61,25 @@ def test_tokens_in_float32(shared, eager):
 
 
 @needs_family("qwen3_5_text")
+@of_two_and_four
 @pytest.mark.parametrize("eager", [False, True])
-def test_tokens_of_a_hybrid(tmp_path, eager):
+def test_tokens_of_a_hybrid(tmp_path, eager, num_ranks):
     """Its key heads, value heads and query heads are split, and its norms have weights in float32."""
-    path = make_checkpoint(tmp_path, family="qwen3_5_text", num_hidden_layers=4, head_dim=64)
+    fields = HYBRID_OF_FOUR | {"num_hidden_layers": 4, "head_dim": 64}
+    path = make_checkpoint(tmp_path, family="qwen3_5_text", **fields)
     reference = Reference(path)
     prompts = reference.draw_prompts((3, 40, 1, 300), 10)
     prompts += reference.draw_prompts((530, 600), 10, prefix=random_prompt(515, seed=1))
     expected = reference.greedy(prompts, 10)
     options = GPU | {"dtype": "float32", "enforce_eager": eager, "max_num_batched_tokens": 700}
-    with make_llm(path, tensor_parallel_size=2, **options) as llm:
+    with make_llm(path, tensor_parallel_size=num_ranks, **options) as llm:
         for num_seqs in (6, 6, 3, 1):
             assert complete(llm, prompts[:num_seqs], greedy(10)) == expected[:num_seqs]
         assert llm.scheduler.num_prefix_hits >= 3 * 512
         assert_idle(llm)
     # In 16 bits, by kernels that sum over the GPUs.
     agreeing = []
-    for size in (1, 2):
+    for size in (1, num_ranks):
         options["dtype"] = "bfloat16"
         with make_llm(path, tensor_parallel_size=size, **options) as llm:
             agreeing.append(complete(llm, prompts, greedy(3)))
@@ -104,8 +113,9 @@ def test_whole_experts_on_each_gpu(tmp_path, eager):
         assert sum(a[:3] == b[:3] for a, b in pairs) >= len(pairs) - 2
 
 
+@of_two_and_four
 @pytest.mark.parametrize("eager", [False, True])
-def test_sampling_is_that_of_one_gpu(tmp_path, eager):
+def test_sampling_is_that_of_one_gpu(tmp_path, eager, num_ranks):
     """Graphs that end at gathered logits, prompts' logits in pieces, and tokens that only rank 0 draws."""
     path = make_checkpoint(tmp_path, head_dim=64, tokenizer=True)
     settings = [
@@ -120,7 +130,7 @@ def test_sampling_is_that_of_one_gpu(tmp_path, eager):
     prompts = [random_prompt(length, seed=length) for length in (20, 300, 16, 31, 64, 7)]
     options = GPU | {"dtype": "float32", "enforce_eager": eager, "skip_tokenizer_init": False, "max_num_seqs": 8}
     outputs = []
-    for size in (1, 2):
+    for size in (1, num_ranks):
         with make_llm(path, tensor_parallel_size=size, **options) as llm:
             runs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
             runs.append(llm.generate(prompts[:1], params[:1], use_tqdm=False))
@@ -139,31 +149,33 @@ def test_sampling_is_that_of_one_gpu(tmp_path, eager):
             torch.testing.assert_close(*map(torch.tensor, values), rtol=1e-3, atol=1e-3)
 
 
+@of_two_and_four
 @pytest.mark.parametrize("eager", [False, True])
-def test_decode_steps_of_forty(tmp_path, eager):
-    """Products by kernels of our own, straight into what the ranks add up."""
+def test_decode_steps_of_forty_and_of_a_hundred(tmp_path, eager, num_ranks):
+    """Products by kernels of our own, straight into what the ranks add up: messages, and longer sums."""
     sizes = {"head_dim": 64, "hidden_size": 128, "intermediate_size": 2176, "attention_bias": True}
     path = make_checkpoint(tmp_path, dtype=torch.bfloat16, **sizes)
     reference = Reference(path)
-    prompts = [random_prompt(5 + i, seed=i) for i in range(40)]
-    options = GPU | {"dtype": "bfloat16", "enforce_eager": eager, "num_kvcache_blocks": 64, "max_num_seqs": 48}
-    with make_llm(path, tensor_parallel_size=2, **options) as llm:
-        for batch in (prompts, prompts[:17], prompts[:33]):
+    prompts = [random_prompt(5 + i % 40, seed=i) for i in range(100)]
+    options = GPU | {"dtype": "bfloat16", "enforce_eager": eager, "num_kvcache_blocks": 128, "max_num_seqs": 112}
+    with make_llm(path, tensor_parallel_size=num_ranks, **options) as llm:
+        for batch in (prompts[:40], prompts, prompts[:17], prompts[:80], prompts[:33]):
             outputs = complete(llm, batch, greedy(8))
             assert max(map(reference.regret, batch, outputs)) < REGRET["bfloat16"]
             assert complete(llm, batch, greedy(8)) == outputs, "equal batches gave other tokens"
         assert_idle(llm)
 
 
+@of_two_and_four
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5_text", marks=needs_family("qwen3_5_text"))])
-def test_log_probabilities_of_long_prefills(tmp_path, family):
-    """Steps whose sums travel in two parts: as close to float32 as one GPU is, whatever the parts are."""
-    fields = {"head_dim": 64, "num_hidden_layers": 5, "attention_bias": True, "hidden_size": 192}
+def test_log_probabilities_of_long_prefills(tmp_path, family, num_ranks):
+    """As close to float32 as one GPU is, by one kernel, in two shots, or by NCCL."""
+    fields = (HYBRID_OF_FOUR if family == "qwen3_5_text" else {}) | {"head_dim": 64, "num_hidden_layers": 5, "attention_bias": True, "hidden_size": 192}
     path = make_checkpoint(tmp_path, family=family, **fields)
     prompts = [random_prompt(length, seed=length) for length in (900, 1000, 513, 700, 983, 1001, 600, 999, 450, 7)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
     logprobs = []
-    for size, dtype in ((1, "float32"), (1, "bfloat16"), (2, "bfloat16")):
+    for size, dtype in ((1, "float32"), (1, "bfloat16"), (num_ranks, "bfloat16")):
         options = GPU | {"max_num_batched_tokens": 4097, "dtype": dtype, "enable_prefix_caching": False}
         with make_llm(path, tensor_parallel_size=size, **options) as llm:
             runs = [llm.generate(prompts, params, use_tqdm=False) for _ in range(3)]
@@ -178,17 +190,18 @@ def test_log_probabilities_of_long_prefills(tmp_path, family):
     assert errors[1].max() < 2 * errors[0].max()
 
 
-def test_decode_steps_in_fp8(tmp_path):
+@of_two_and_four
+def test_decode_steps_in_fp8(tmp_path, num_ranks):
     """One sequence, whose products post their parts, and five, whose products do not: as close to float32 as one GPU
     is. All runs have the same tokens."""
-    path = make_checkpoint(tmp_path, head_dim=64, num_hidden_layers=4, hidden_size=192)
+    path = make_checkpoint(tmp_path, head_dim=64, num_hidden_layers=4, hidden_size=192, intermediate_size=128)
     batches = [[random_prompt(30, seed=0)], [random_prompt(length, seed=length) for length in (7, 20, 33, 64, 90)]]
     params = SamplingParams(max_tokens=40, logprobs=0, allowed_token_ids=[7], ignore_eos=True)
     values = []
     for options in (
         {"dtype": "float32"},
         {"dtype": "bfloat16", "quantization": "fp8"},
-        {"dtype": "bfloat16", "quantization": "fp8", "tensor_parallel_size": 2},
+        {"dtype": "bfloat16", "quantization": "fp8", "tensor_parallel_size": num_ranks},
     ):
         with make_llm(path, **GPU | options) as llm:
             results = [llm.generate(batch, params, use_tqdm=False) for batch in batches]
@@ -199,9 +212,10 @@ def test_decode_steps_in_fp8(tmp_path):
 
 
 @needs_demo_model
-def test_demo_model_agrees_with_one_gpu():
+@of_two_and_four
+def test_demo_model_agrees_with_one_gpu(num_ranks):
     outputs = []
-    for size in (1, 2):
+    for size in (1, num_ranks):
         with LLM(str(DEMO_MODEL), kvcache_gib=1.0, tensor_parallel_size=size) as llm:
             assert llm.config.dtype == torch.bfloat16
             outputs.append(complete(llm, DEMO_PROMPTS, greedy(32)))
@@ -210,42 +224,47 @@ def test_demo_model_agrees_with_one_gpu():
 
 
 @pytest.mark.alone
-def test_shapes_of_a_large_model():
+@of_two_and_four
+def test_shapes_of_a_large_model(num_ranks):
     config = preset_config("Qwen3-8B")
     config.num_hidden_layers = 4
     options = {"load_format": "dummy", "hf_config": config, "skip_tokenizer_init": True, "max_num_seqs": 64, "seed": 0}
     prompts = [random_prompt(length, seed=length, vocab_size=config.vocab_size) for length in (1, 700, 2000, 30) * 10]
     params = SamplingParams(0.6, 40, ignore_eos=True)
-    with LLM("Qwen3-8B", tensor_parallel_size=2, gpu_memory_utilization=0.5, **options) as llm:
+    with LLM("Qwen3-8B", tensor_parallel_size=num_ranks, gpu_memory_utilization=0.5, **options) as llm:
         outputs = complete(llm, prompts, params)
         assert {len(tokens) for tokens in outputs} == {40}
         assert all(0 <= token < config.vocab_size for tokens in outputs for token in tokens)
-        assert max(token for tokens in outputs for token in tokens) > config.vocab_size // 2, "rank 1 never won"
+        best = max(token for tokens in outputs for token in tokens)
+        assert best >= config.vocab_size * (num_ranks - 1) // num_ranks, "the last rank never won"
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("work", ["decode", "eager decode", "long prefills"])
-def test_a_worker_killed_in_the_middle_of_a_batch(shared, work):
+@of_two_and_four
+@pytest.mark.parametrize("work", ["decode", "eager decode", "decode of a hundred", "long prefills"])
+def test_a_worker_killed_in_the_middle_of_a_batch(shared, work, num_ranks):
     """Between two kernels that wait for each other, and while a part of a sum is on its way."""
     path, reference = shared
-    options = GPU | {"tensor_parallel_size": 2, "enforce_eager": work == "eager decode"}
+    options = GPU | {"tensor_parallel_size": num_ranks, "enforce_eager": work == "eager decode"}
     prompts, params = [[1, 2, 3]] * 2000, greedy(900)
     if work == "long prefills":
         prompts, params = reference.draw_prompts((700, 700), 1) * 3000, greedy(1)
         options |= {"max_num_batched_tokens": 8192, "enable_prefix_caching": False}
+    if work == "decode of a hundred":
+        options |= {"max_num_seqs": 112, "num_kvcache_blocks": 512, "dtype": "bfloat16"}
     llm = make_llm(path, **options)
-    (process,) = llm.ps
+    process = llm.ps[-1]
 
     def kill(stats):
         if stats["steps"] == 20:
             os.kill(process.pid, signal.SIGKILL)
 
-    with pytest.raises(WorkerError, match=r"rank 1 of 2 .* was killed by SIGKILL"):
+    with pytest.raises(WorkerError, match=rf"rank {num_ranks - 1} of {num_ranks} .* was killed by SIGKILL"):
         llm.generate(prompts, params, use_tqdm=False, on_step=kill)
     # The process and its GPU are none the worse for it.
     torch.cuda.synchronize()
     prompts = reference.draw_prompts((5, 20), 8)
-    with make_llm(path, tensor_parallel_size=2, dtype="float32", **GPU) as llm:
+    with make_llm(path, tensor_parallel_size=num_ranks, dtype="float32", **GPU) as llm:
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
 
 
