@@ -1,4 +1,5 @@
-"""Two GPUs, and four where there are so many: NCCL, collectives in CUDA graphs, and a worker that dies while kernels wait for it."""
+"""Two GPUs, and four where there are so many: NCCL, collectives in CUDA graphs, and a worker that dies while kernels
+wait for it."""
 
 import os
 import signal
@@ -170,7 +171,9 @@ def test_decode_steps_of_forty_and_of_a_hundred(tmp_path, eager, num_ranks):
 @pytest.mark.parametrize("family", ["qwen3", pytest.param("qwen3_5_text", marks=needs_family("qwen3_5_text"))])
 def test_log_probabilities_of_long_prefills(tmp_path, family, num_ranks):
     """As close to float32 as one GPU is, by one kernel, in two shots, or by NCCL."""
-    fields = (HYBRID_OF_FOUR if family == "qwen3_5_text" else {}) | {"head_dim": 64, "num_hidden_layers": 5, "attention_bias": True, "hidden_size": 192}
+    fields = {"head_dim": 64, "num_hidden_layers": 5, "attention_bias": True, "hidden_size": 192}
+    if family == "qwen3_5_text":
+        fields |= HYBRID_OF_FOUR
     path = make_checkpoint(tmp_path, family=family, **fields)
     prompts = [random_prompt(length, seed=length) for length in (900, 1000, 513, 700, 983, 1001, 600, 999, 450, 7)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, ignore_eos=True)
