@@ -33,7 +33,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.models.layer_facts import few_layers
 from nanovllm.models.loader import TensorFacts
 from nanovllm.utils.context import reset_context, use_context
-from nanovllm.utils.threads import OneThread, StepThreads, step_threads
+from nanovllm.utils.threads import step_threads, threads_of_steps
 
 _IS_PLAIN = attrgetter("is_plain")
 logger = logging.getLogger(__name__)
@@ -71,9 +71,7 @@ class ModelRunner:
         self.graph_bs: list[int] = []
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.weight_shapes: list[torch.Size] = []  # of the parameters, while they sleep
-        # On a CPU, what chooses the number of threads of a step.
-        threads = OneThread if config.deterministic else StepThreads
-        self._threads = threads(self.world_size) if self.device.type == "cpu" else None
+        self._threads = threads_of_steps(self.device.type, self.world_size, config.deterministic)
         with Start(self) as start:
             self._free_at_start, self._progress = start.free_at_start, start.progress
             self.tp = self.event.meet(type(self))

@@ -41,11 +41,18 @@ class StepThreads:
 
 
 class OneThread(StepThreads):
-    """For steps whose bits must not depend on the number of threads. Operations of which they do not choose for
-    themselves."""
+    """One thread for every step: the bits of attention and norms depend on the number. Products, whose bits may not,
+    set their own."""
 
     def choose(self, current: int, work: int) -> int:
         return 1
+
+
+def threads_of_steps(device_type: str, num_ranks: int, one: bool) -> StepThreads | None:
+    """What chooses the threads of a rank's steps; None on a GPU. one: whether all steps have one thread."""
+    if device_type != "cpu":
+        return None
+    return OneThread(num_ranks) if one else StepThreads(num_ranks)
 
 
 @contextmanager

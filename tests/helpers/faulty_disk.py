@@ -121,9 +121,9 @@ class FaultyDisk:
         return call
 
     def _open_file(self, real: Any) -> Any:
-        def call(path: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
+        def call(path: Any, mode: str = "r", buffering: int = -1, *args: Any, **options: Any) -> Any:
             if not self._has(path):
-                return real(path, mode, *args, **options)
+                return real(path, mode, buffering, *args, **options)
             opener = options.pop("opener", os.open)
             raw = _File(self, os.fspath(path), mode.replace("b", "").replace("t", ""), opener)
             if "+" in mode:

@@ -23,6 +23,14 @@ def _remember_builtins(interpreter: ModuleType) -> None:
     interpreter._patch_builtin = replace
 
 
+def _add_bfloat16(builder: Any) -> None:
+    """Constants in bfloat16, which kernels have and the interpreters of some releases of Triton (3.7) lack."""
+    from triton.language import bfloat16
+
+    if not hasattr(builder, "get_bf16"):
+        builder.get_bf16 = lambda self, value: self.create_fp_trunc(self.get_fp32(value), bfloat16)
+
+
 if not torch.cuda.is_available():
     try:
         from triton.runtime import interpreter
@@ -30,3 +38,4 @@ if not torch.cuda.is_available():
         pass
     else:
         _remember_builtins(interpreter)
+        _add_bfloat16(interpreter.InterpreterBuilder)

@@ -5,6 +5,7 @@ engine that answers at once. After the fault the server starts anew, and a clien
 """
 
 import json
+import shutil
 import time
 
 import pytest
@@ -112,6 +113,11 @@ def check_folder(folder, client):
         assert store.file(client.file_id) is None
 
 
+def is_of_disk(error):
+    """After these a server tries again."""
+    return isinstance(error, JobError) or disk_error(error) is not None
+
+
 @pytest.mark.parametrize("how", [FAILS, STAYS_BROKEN])
 def test_each_line_has_one_outcome_whatever_goes_wrong(llm, tmp_path, monkeypatch, how):
     monkeypatch.setattr(work, "ReadAhead", ReadHere)
@@ -123,8 +129,7 @@ def test_each_line_has_one_outcome_whatever_goes_wrong(llm, tmp_path, monkeypatc
             try:
                 serve(folder, llm, client)
             except Exception as error:
-                # After these a server tries again.
-                if not disk.is_hit or not (isinstance(error, JobError) or disk_error(error)):
+                if not disk.is_hit or not is_of_disk(error):
                     raise
         if not disk.is_hit:
             break
@@ -139,3 +144,46 @@ def test_each_line_has_one_outcome_whatever_goes_wrong(llm, tmp_path, monkeypatc
     assert num_hit == at == len(disk.calls), "every call of a batch"
     assert {name for name, _ in disk.calls} >= {"open", "write", "fsync", "replace", "unlink"}
     check_folder(folder, client)
+
+
+def read_and_delete(folder, num_files):
+    """A server that starts where batches are, and a client that reads all files and deletes them. Files that are known
+    are whole, also after a call has failed."""
+    with BatchStore(folder, 1 << 20, 1 << 24) as store:
+        assert len(store.batches()) == 1, "no record is lost"
+        assert len(store.files()) <= num_files
+        try:
+            for file in store.files():
+                with store.content(file.id).open("rb") as content:
+                    assert len(content.read()) == file.bytes
+            for file in store.files():
+                store.delete_file(file.id)
+        finally:
+            for file in store.files():
+                assert (folder / "files" / f"{file.id}.json").exists()
+                assert (folder / "files" / f"{file.id}.jsonl").stat().st_size == file.bytes
+
+
+@pytest.mark.parametrize("how", [FAILS, STAYS_BROKEN])
+def test_files_are_read_and_deleted_whatever_goes_wrong(llm, tmp_path, monkeypatch, how):
+    monkeypatch.setattr(work, "ReadAhead", ReadHere)
+    client = Client()
+    serve(tmp_path / "done", llm, client)
+    at = 0
+    while True:
+        folder = tmp_path / str(at)
+        shutil.copytree(tmp_path / "done", folder)
+        with FaultyDisk(folder, at, how) as disk:
+            try:
+                read_and_delete(folder, 3)
+            except OSError:
+                if not disk.is_hit:
+                    raise
+        if not disk.is_hit:
+            break
+        read_and_delete(folder, 3)
+        assert [*(folder / "files").iterdir()] == [], disk.calls[at]
+        assert [path.suffix for path in (folder / "batches").iterdir()] == [".json"], disk.calls[at]
+        at += 1
+    assert at == len(disk.calls), "every call"
+    assert {name for name, _ in disk.calls} >= {"open", "read", "fsync", "unlink"}

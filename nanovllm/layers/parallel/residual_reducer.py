@@ -11,9 +11,8 @@ from nanovllm.kernels.parallel.posted_sums import Inboxes, collect, push_add_nor
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.parallel.peer_memory import Peers
 
-# Two shots are faster than NCCL: on four H100s, 25 and 36 µs for 256 tokens, 126 and 155 µs for 2,048
-# (benchmarks/all_reduce.py). The memory for longer sums would be missing in each rank's KV cache, and what they gain in
-# a whole prefill has not been measured.
+# Two shots are faster than NCCL (docs/notebook.md has the figures). The memory for longer sums would be missing in each
+# rank's KV cache, and what they gain in a whole prefill has not been measured.
 _MAX_TOKENS_OF_MANY_RANKS = 2048
 
 

@@ -171,9 +171,9 @@ class BatchStore:
                 if not batch.has_ended and batch.input_file_id == file_id:
                     raise InUse(f"{file_id} is the input of {batch.id}, which is {batch.status}: cancel that first")
             self.content(file_id).with_suffix(".json").unlink(missing_ok=True)
+            del self._files[file_id]  # Now: no batch may begin with it, whatever happens next.
             _sync_names(self.path / "files")
             self.content(file_id).unlink(missing_ok=True)
-            del self._files[file_id]
 
     # -- batches -------------------------------------------------------------------------------------------------------
 
