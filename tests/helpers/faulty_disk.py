@@ -5,6 +5,7 @@ import errno
 import fcntl
 import io
 import os
+import pathlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -56,6 +57,11 @@ class FaultyDisk:
             self._patch.setattr(os, name, opener(getattr(os, name)))
         for module in (builtins, io):
             self._patch.setattr(module, "open", self._open_file(builtins.open if module is builtins else io.open))
+        # Python 3.10's paths have taken these functions from their modules when pathlib was imported.
+        if (accessor := getattr(pathlib, "_NormalAccessor", None)) is not None:
+            self._patch.setattr(accessor, "open", staticmethod(io.open))
+            for name in ("mkdir", "replace", "unlink", "rmdir", "listdir"):
+                self._patch.setattr(accessor, name, staticmethod(getattr(os, name)))
         return self
 
     def __exit__(self, *exc_info: object) -> None:

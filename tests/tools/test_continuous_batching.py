@@ -22,7 +22,7 @@ def script(monkeypatch):
     return continuous_batching
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def test_each_request_gets_the_tokens_of_its_own_length(script, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(make_checkpoint(tmp_path), dtype=torch.float32)
     # No token may end a completion, also the one that the model would end with.
