@@ -122,6 +122,19 @@ def test_greedy_tokens_are_those_of_transformers(format, llm, reference, tokeniz
         assert (scores.amax(1) - chosen).max() <= format.regret, tokenizer.decode(prompt[-20:] + completion)
 
 
+@pytest.mark.parametrize("format", ["cpu", pytest.param("cuda float32", marks=pytest.mark.gpu)], indirect=True)
+def test_vectors_are_those_of_transformers(format, llm, reference, tokenizer):
+    texts = [*TEXTS, long_texts(format.block_size)[0]]
+    found = {pooling: llm.embed(texts, pooling, use_tqdm=False) for pooling in ("last", "mean")}
+    for index, text in enumerate(texts):
+        input_ids = torch.tensor([tokenizer(text)["input_ids"]], device=reference.device)
+        with torch.inference_mode():
+            hidden = reference.model(input_ids).last_hidden_state[0].cpu()
+        for pooling, expected in (("last", hidden[-1]), ("mean", hidden.mean(0))):
+            vector = torch.from_numpy(found[pooling][index]["embedding"])
+            assert torch.cosine_similarity(vector, expected, dim=0) > 0.99999, (pooling, text[:40])
+
+
 @pytest.mark.slow
 def test_perplexity_is_that_of_transformers(format, llm, reference, tokenizer):
     token_ids = tokenizer(PROSE[4600 : 4600 + 14 * format.block_size])["input_ids"]
