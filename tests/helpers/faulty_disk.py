@@ -92,11 +92,17 @@ class FaultyDisk:
     def _has(self, path: Any) -> bool:
         return isinstance(path, str | os.PathLike) and f"{os.fspath(path)}/".startswith(self._root)
 
+    def _whole(self, path: Any, options: dict[str, Any]) -> Any:
+        """The path itself, where it is one in an open directory, as `shutil.rmtree` calls it."""
+        folder = self._paths.get(options.get("dir_fd"))  # type: ignore[arg-type]
+        return path if folder is None else f"{folder}/{path}"
+
     def _of_path(self, name: str, real: Any) -> Any:
         def call(path: Any = ".", *args: Any, **options: Any) -> Any:
-            if not self._has(path):
+            whole = self._whole(path, options)
+            if not self._has(whole):
                 return real(path, *args, **options)
-            return self.go(name, os.fspath(path), lambda: real(path, *args, **options))
+            return self.go(name, os.fspath(whole), lambda: real(path, *args, **options))
 
         return call
 
@@ -111,10 +117,11 @@ class FaultyDisk:
 
     def _open(self, real: Any) -> Any:
         def call(path: Any, *args: Any, **options: Any) -> int:
-            if not self._has(path):
+            whole = self._whole(path, options)
+            if not self._has(whole):
                 return real(path, *args, **options)
-            file = self.go("open", os.fspath(path), lambda: real(path, *args, **options))
-            self._paths[file] = os.fspath(path)
+            file = self.go("open", os.fspath(whole), lambda: real(path, *args, **options))
+            self._paths[file] = os.fspath(whole)
             return file
 
         return call

@@ -20,6 +20,7 @@ from nanovllm.integrations.serving.batches.records import Batch, new_id
 from nanovllm.integrations.serving.batches.runner import BatchRunner
 from nanovllm.integrations.serving.batches.store import BatchStore
 from nanovllm.jobs import work
+from nanovllm.jobs.folder import MANIFEST
 from nanovllm.jobs.run import JobError
 
 # The second of them fails when it is read, and the fourth when it is answered.
@@ -142,7 +143,8 @@ def test_each_line_has_one_outcome_whatever_goes_wrong(llm, tmp_path, monkeypatc
             raise AssertionError(f"after call {at}, {name} of {path}") from error
         at += 1
     assert num_hit == at == len(disk.calls), "every call of a batch"
-    assert {name for name, _ in disk.calls} >= {"open", "write", "fsync", "replace", "unlink"}
+    assert {name for name, _ in disk.calls} >= {"open", "write", "fsync", "replace", "unlink", "rmdir"}
+    assert ("unlink", f"batches/{client.batch_id}/{MANIFEST}") in disk.calls, "also the removal of the job"
     check_folder(folder, client)
 
 
