@@ -1,5 +1,6 @@
 """What the scheduler makes of a step with proposed tokens, without a model."""
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -94,3 +95,24 @@ def test_samples_propose_what_one_of_them_said_and_no_more(scheduler):
     assert first.completion_token_ids == [11, 12, 13]
     second = add(scheduler, [20, 21], max_tokens=9)
     assert begin(scheduler, second).proposed == [[12]]
+
+
+def test_a_pause_of_the_machine_while_it_looks_does_not_put_off_the_next_look(scheduler, monkeypatch):
+    """It looks as often as its own time allows. The steps take a second each here, and a look far less than 1 % of
+    that, whatever else runs."""
+    add(scheduler, [10, 20, 30], max_tokens=20)
+    looks = []
+
+    def propose(*of_sequence):
+        looks.append(of_sequence)
+        time.sleep(0.1)
+
+    monkeypatch.setattr(scheduler.proposer, "propose", propose)
+    num_looks = 0
+    for token in range(40, 50):
+        step = scheduler.schedule()
+        looks.clear()
+        scheduler.advance(step)  # It looks whether the next step should wait for this one's token.
+        num_looks += len(looks)
+        scheduler.record(step, [token])
+    assert num_looks >= 5

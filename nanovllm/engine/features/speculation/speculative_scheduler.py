@@ -138,7 +138,7 @@ class SpeculativeScheduler(Scheduler):
     def _may_pay(self, seqs: Iterable[Sequence]) -> bool:
         """Whether proposals are likely to pay in the step after the one in flight, for which they must wait: the token
         that is on its way has to be right first."""
-        start = time.perf_counter()
+        start = time.thread_time()  # In which the machine may have been busy with others does not count.
         chances, num_seqs = [], 0
         for seq in seqs:
             num_seqs += 1
@@ -148,7 +148,7 @@ class SpeculativeScheduler(Scheduler):
                 chances.append(self._acceptance.chances(proposal, self._records[seq.seq_id])[1:])
         pays = num_seqs > 0 and any(choose_counts(chances, num_seqs, self._pace))
         if not pays and num_seqs > 0:
-            seconds = time.perf_counter() - start
+            seconds = time.thread_time() - start
             self._wait = int(seconds / (_MAX_LOOKING_SHARE * self._pace.seconds(num_seqs, False))) + 1
         return pays
 
