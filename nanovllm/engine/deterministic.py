@@ -29,7 +29,6 @@ def check_deterministic(config: Any) -> None:
 
     refuse("device", config.device, config.device in DEVICES, "'cpu'")
     refuse("plain", config.plain, not config.plain, "False")
-    refuse("task", config.task, config.task == "generate", "'generate'")
     found = config.attention_backend
     refuse("attention_backend", found, found == "auto", "'auto', which takes the batch-invariant one,")
     format = config.weight_format

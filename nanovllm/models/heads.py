@@ -4,6 +4,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
 
+from nanovllm.layers.formats.all_formats import get_unquantized_format
+from nanovllm.layers.linear import ReplicatedLinear
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -51,7 +54,7 @@ def labels_of(hf_config: "PreTrainedConfig") -> tuple[str, ...]:
 class NoVocabulary:
     """`compute_logits` and `gather_logits` of a model without a head of the vocabulary."""
 
-    def __init__(self, score: nn.Linear | None):
+    def __init__(self, score: nn.Module | None):
         """score: the head that classifies, if there is one."""
         self._score = score
 
@@ -65,8 +68,12 @@ class NoVocabulary:
         return logits
 
 
-def make_score(hf_config: "PreTrainedConfig") -> nn.Linear | None:
+def make_score(hf_config: "PreTrainedConfig") -> nn.Module | None:
     """The head that classifies, [num_labels, hidden_size]; None if the model does not."""
     if head_of(hf_config) != "classes":
         return None
-    return nn.Linear(hf_config.hidden_size, len(labels_of(hf_config)), bias=getattr(hf_config, _BIAS, False))
+    sizes, has_bias = (hf_config.hidden_size, len(labels_of(hf_config))), getattr(hf_config, _BIAS, False)
+    format = get_unquantized_format()
+    if format.is_batch_invariant:
+        return ReplicatedLinear(*sizes, has_bias, format=format)
+    return nn.Linear(*sizes, bias=has_bias)

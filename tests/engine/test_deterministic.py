@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import complete, generate, make_checkpoint, make_llm, random_prompt
+from checkpoints import complete, generate, make_checkpoint, make_llm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
+from same_bits import answers, answers_alone, bits, make_requests
 from thread_ranks import make_llm_of_ranks
 from thread_replicas import ThreadReplicas
 
@@ -35,32 +36,11 @@ ENGINES: dict[str, dict] = {
     "speculation": {"speculation": "suffix", "enable_prefix_caching": False},
     "preempted": {"num_kvcache_blocks": 20},
 }
-LENGTHS = (1, 5, 33, 64, 90, 131, 200)
-HEAD = random_prompt(70, 99)
+REQUESTS = make_requests(14, lengths=(1, 5, 33, 64, 90, 131, 200), head=70, max_tokens=12)
 
 
-def request(number):
-    """A prompt and its parameters. Some begin alike, some repeat themselves, and half are greedy."""
-    length = LENGTHS[number % len(LENGTHS)]
-    prompt = random_prompt(length, number)
-    if number % 3 == 1:
-        prompt = HEAD + prompt[:60]
-    if number % 4 == 2:
-        prompt = (prompt[:7] * 20)[:length]
-    temperature = 0 if number % 2 else 1.0
-    more: dict[str, Any] = {"top_p": 0.9, "repetition_penalty": 1.1} if number % 5 == 4 else {}
-    return prompt, SamplingParams(temperature, 12, ignore_eos=True, seed=number, logprobs=0, **more)
-
-
-REQUESTS = [request(number) for number in range(14)]
-
-
-def bits(outputs):
-    return [(output["token_ids"], output["logprobs"]) for output in outputs]
-
-
-def answers(llm, numbers):
-    return bits(generate(llm, [REQUESTS[i][0] for i in numbers], [REQUESTS[i][1] for i in numbers]))
+def answers_of(llm, numbers):
+    return answers(llm, [REQUESTS[i] for i in numbers])
 
 
 @pytest.fixture(scope="module", params=[*((name, "float32") for name in FAMILIES), ("qwen3", "bfloat16")], ids=" ".join)
@@ -71,7 +51,7 @@ def case(request, tmp_path_factory):
     options = {"dtype": dtype, "deterministic": True}
     engines = {name: make_llm(path, **options, **ENGINES[name]) for name in ENGINES}
     with make_llm(path, enable_prefix_caching=False, **options) as llm:
-        alone = [answers(llm, [i])[0] for i in range(len(REQUESTS))]
+        alone = answers_alone(llm, REQUESTS)
     yield engines, alone
     for each in engines.values():
         each.exit()
@@ -81,13 +61,12 @@ def case(request, tmp_path_factory):
 @given(name=st.sampled_from(list(ENGINES)), numbers=st.lists(st.integers(0, 13), min_size=2, max_size=12, unique=True))
 def test_a_requests_bits_do_not_depend_on_its_company(case, name, numbers):
     engines, alone = case
-    assert answers(engines[name], numbers) == [alone[i] for i in numbers]
+    assert answers_of(engines[name], numbers) == [alone[i] for i in numbers]
 
 
 def test_engines_did_what_they_are_named_after(case):
     engines, alone = case
-    everything = list(range(len(REQUESTS)))
-    assert all(answers(llm, everything) == alone for llm in engines.values())
+    assert all(answers(llm, REQUESTS) == alone for llm in engines.values())
     assert engines["preempted"].scheduler.num_preemptions > 0
     # The second time, all beginnings are cached.
     outputs = generate(engines["chunks"], *(list(each) for each in zip(*REQUESTS, strict=True)))
@@ -122,7 +101,7 @@ def test_a_score_has_the_bits_of_the_sampling_also_after_an_update(path, llm, tm
         for number in (0, 6, 8):
             prompt, params = REQUESTS[number]
             [output] = generate(updated, [prompt], params)
-            assert bits([output]) == answers(llm, [number])
+            assert bits([output]) == answers_of(llm, [number])
             beside = [each for each, _ in REQUESTS[:5]]
             scores = updated.score([prompt, *beside], [output["token_ids"], *beside], use_tqdm=False)
             sampled: Any = [next(iter(each.values())) for each in output["logprobs"] or ()]
@@ -131,15 +110,13 @@ def test_a_score_has_the_bits_of_the_sampling_also_after_an_update(path, llm, tm
 
 def test_replicas_and_one_engine_give_the_same_bits(path, llm, monkeypatch):
     monkeypatch.setattr(replicated_engine, "Replicas", ThreadReplicas)
-    numbers = list(range(len(REQUESTS)))
     with make_llm(path, data_parallel_size=2, deterministic=True) as several:
-        assert answers(several, numbers) == answers(llm, numbers)
+        assert answers(several, REQUESTS) == answers(llm, REQUESTS)
 
 
 def test_two_ranks_keep_the_bits_of_two_ranks(path):
     with make_llm_of_ranks(path, num_ranks=2, deterministic=True, max_num_batched_tokens=40) as ranks:
-        together = answers(ranks, range(6))
-        assert [answers(ranks, [i])[0] for i in range(6)] == together
+        assert answers_alone(ranks, REQUESTS[:6]) == answers(ranks, REQUESTS[:6])
 
 
 # -- who keeps the promise ---------------------------------------------------------------------------------------------
@@ -222,7 +199,6 @@ class Warmer(Feature):
         ({"quantization": "int4"}, "quantization: products of weights in int4"),
         ({"quantization": "fp8"}, "quantization: products of weights in fp8"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size=4: must be at most 2 with deterministic=True"),
-        ({"task": "embed"}, "task='embed': must be 'generate' with deterministic=True"),
         ({"features": [Warmer()]}, "features='Warmer': must be of features with is_batch_invariant=True"),
     ],
 )
@@ -237,14 +213,6 @@ def test_linear_attention_and_experts_are_refused(tmp_path):
     path = make_checkpoint(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
     with pytest.raises(ValueError, match="model: the products of experts"):
         make_llm(path, deterministic=True)
-
-
-def test_vectors_are_refused(path):
-    with (
-        make_llm(path, deterministic=True) as llm,
-        pytest.raises(ValueError, match="deterministic=True promises no vec"),
-    ):
-        llm.embed([[1, 2, 3]], use_tqdm=False)
 
 
 def test_a_gpu_is_refused(path, monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from checkpoints import generate, make_checkpoint, make_llm, random_prompt
+from same_bits import answers, answers_alone, make_requests
 
 from nanovllm import SamplingParams
 from nanovllm.engine import deterministic
@@ -19,7 +20,6 @@ def allow_gpus(monkeypatch):
 
 
 LENGTHS = (1, 17, 300, 600, 1100, 90, 513, 512)
-HEAD = random_prompt(600, 99)
 ENGINES: dict[str, dict] = {
     "graphs": {},
     "eager": {"enforce_eager": True, "max_num_seqs": 3},
@@ -79,27 +79,7 @@ def test_a_token_has_the_same_bits_in_prefill_and_decode(heads, head_dim, dtype,
     assert all(torch.equal(decode([row]), whole[row : row + 1]) for row in rows)
 
 
-def request(number):
-    length = LENGTHS[number % len(LENGTHS)]
-    prompt = random_prompt(length, number)
-    if number % 3 == 1:
-        prompt = HEAD + prompt[:60]
-    if number % 4 == 2:
-        prompt = (prompt[:7] * 200)[:length]
-    temperature = 0 if number % 2 else 1.0
-    if number % 5 == 4:
-        return prompt, SamplingParams(
-            temperature, 40, ignore_eos=True, seed=number, logprobs=0, top_p=0.9, repetition_penalty=1.1
-        )
-    return prompt, SamplingParams(temperature, 40, ignore_eos=True, seed=number, logprobs=0)
-
-
-REQUESTS = [request(number) for number in range(24)]
-
-
-def answers(llm, numbers):
-    outputs = generate(llm, [REQUESTS[i][0] for i in numbers], [REQUESTS[i][1] for i in numbers])
-    return [(output["token_ids"], output["logprobs"]) for output in outputs]
+REQUESTS = make_requests(24, LENGTHS, head=600, max_tokens=40)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -109,14 +89,13 @@ def test_a_requests_bits_do_not_depend_on_its_company(family, dtype, tmp_path):
     path = make_checkpoint(tmp_path, **fields)
     common: dict = {"device": "cuda", "dtype": dtype, "deterministic": True, "max_model_len": 2048}
     common["num_kvcache_blocks"] = 2000
-    everything = list(range(len(REQUESTS)))
     with make_llm(path, enable_prefix_caching=False, **common) as llm:
-        alone = [answers(llm, [i])[0] for i in everything]
+        alone = answers_alone(llm, REQUESTS)
     for name, options in ENGINES.items():
         with make_llm(path, **common | options) as llm:
             for _ in range(2):  # The second time, beginnings are cached.
-                found = answers(llm, everything)
-                wrong = [i for i in everything if found[i] != alone[i]]
+                found = answers(llm, REQUESTS)
+                wrong = [i for i in range(len(REQUESTS)) if found[i] != alone[i]]
                 assert not wrong, (name, wrong)
 
 

@@ -46,7 +46,7 @@ def make_pooling_checkpoint(
         config = AutoConfig.for_model(family, num_labels=num_labels, **fields | overrides)
         model = AutoModelForSequenceClassification.from_config(config)
         if bias:
-            model.score = torch.nn.Linear(fields["hidden_size"], num_labels)
+            model.score = torch.nn.Linear(model.config.hidden_size, num_labels)
     randomize(model, 0)
     model.save_pretrained(directory)
     if tokenizer:

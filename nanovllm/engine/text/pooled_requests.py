@@ -54,8 +54,6 @@ class PooledRequests:
             )
         if not isinstance(params, PoolingParams):
             raise TypeError(f"{where}must be a SamplingParams or a PoolingParams, not {type(params).__name__}")
-        if self._config.deterministic:
-            raise ValueError(f"{where}deterministic=True promises no vectors; use an LLM without it for them")
         if params not in self._known:
             try:
                 self._known[params] = self._resolve(params)

@@ -45,7 +45,7 @@ def make_task(name: str, sampling: Row, options: Row, keeps_receipts: bool = Fal
             of = " and ".join(repr(each) for each in NAMES if option in _options_of(each))
             raise ValueError(f"{option}={quoted(value)}: is an option of task={of}, and this job has task={name!r}")
     if keeps_receipts and name != "generate":
-        raise ValueError(f"task={name!r}: must be 'generate' with deterministic=True, which promises no vectors")
+        raise ValueError(f"task={name!r}: must be 'generate' with deterministic=True: vectors have no receipts yet")
     line_format = ReceiptFormat if keeps_receipts else _FORMATS[name]
     return _TASKS[name](line_format(**{option: value for option, value in options.items() if option in own}))
 

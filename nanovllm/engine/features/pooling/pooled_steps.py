@@ -9,6 +9,7 @@ from torch import Tensor
 from nanovllm.engine.features.logits.logit_steps import LogitSteps
 from nanovllm.engine.features.pooling.pooled_sequence import Pool, PooledSequence
 from nanovllm.engine.runner.sampled_tokens import send_tokens, start_copy
+from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
 from nanovllm.kernels.sampling.sampler import NON_FINITE
 from nanovllm.utils.context import Context
@@ -58,15 +59,16 @@ class PooledSteps(LogitSteps):
             last = hidden_states[context.last_tokens]
         else:
             hidden_states = last = self._hidden_states(inputs)
-        vectors = {pool: self._pool(pool, hidden_states, last, context) for pool in rows.pools}
+        vectors = {pool: self._pool(pool, step, hidden_states, last, context) for pool in rows.pools}
         if rows.has_others:
             self.take_logits(step, inputs, hidden_states, last)
         if self._draws:
             self._hand_out(step, vectors, is_alone=not rows.has_others)
         self._num_sampled = step.num_sampled
 
-    def _pool(self, pool: Pool, hidden_states: Tensor, last: Tensor, context: Context) -> Tensor:
-        """A float32 row for each of the step's sequences, of its tokens in this step. A sum for a mean."""
+    def _pool(self, pool: Pool, step: Step, hidden_states: Tensor, last: Tensor, context: Context) -> Tensor:
+        """A float32 row for each of the step's sequences, of its tokens in this step. For a mean it is a sum, of the
+        tokens so far, to which `hidden_scale` is yet to come."""
         model = self._model
         if pool.token_ids:
             logits = self._full_logits(last)
@@ -79,9 +81,20 @@ class PooledSteps(LogitSteps):
         starts = cast(Tensor, context.cu_seqlens_q).long()
         if pool.pooling == "cls":
             return hidden_states[starts[:-1]].float() * model.hidden_scale
+        # A sum goes on with the next token. So its order, and its bits, do not depend on where chunks end.
+        begun = self._begun(pool, step) if self._draws else []
+        rows = hidden_states.to(torch.float32, copy=bool(begun))
+        for first, sum_so_far in begun:
+            rows[first] += sum_so_far
         # Its checks would wait for the device.
-        sums = torch.segment_reduce(hidden_states.float(), "sum", offsets=starts, axis=0, unsafe=True)
-        return sums * model.hidden_scale
+        return torch.segment_reduce(rows, "sum", offsets=starts, axis=0, unsafe=True)
+
+    @staticmethod
+    def _begun(pool: Pool, step: Step) -> list[tuple[int, Tensor]]:
+        """The first rows of sequences with earlier chunks, and what they kept."""
+        firsts = zip(step.arrays["cu_seqlens_q"].tolist(), step.seqs, strict=False)  # one more for the end of the last
+        found = [(first, _kept(seq)) for first, seq in firsts if getattr(seq.request, "pool", None) == pool]
+        return [(first, kept) for first, kept in found if kept is not None]
 
     def _hand_out(self, step: Step, vectors: dict[Pool, Tensor], is_alone: bool) -> None:
         """Let the sequences that end have their vectors, and the others keep what they need of them."""
@@ -90,8 +103,8 @@ class PooledSteps(LogitSteps):
             if not isinstance(seq, PooledSequence):
                 continue
             pool, own = seq.request.pool, vectors[seq.request.pool][i]
-            if seq.num_cached_tokens and seq.kept is not None:  # A preempted one begins again, with nothing.
-                own.copy_(seq.kept + own if pool.pooling == "mean" else seq.kept)
+            if pool.pooling == "cls" and (kept := _kept(seq)) is not None:
+                own.copy_(kept)
             if seq.num_cached_tokens + seq.num_scheduled_tokens < seq.num_tokens:
                 seq.kept = own.clone() if pool.pooling != "last" else None
             else:
@@ -99,6 +112,9 @@ class PooledSteps(LogitSteps):
         if is_alone:
             finite = torch.stack([each.isfinite().all(dim=1) for each in vectors.values()])
             self._is_finite = finite.all(dim=0)
+        for pool, each in vectors.items():
+            if pool.pooling == "mean":
+                each *= self._model.hidden_scale
         on_host = {pool: start_copy(each) for pool, each in vectors.items()}
         for i, seq in ending:
             seq.on_its_way = on_host[seq.request.pool], i
@@ -113,3 +129,8 @@ class PooledSteps(LogitSteps):
             tokens = torch.where(self._is_finite, 0, NON_FINITE)
             send_tokens(step, tokens, self._inputs.tokens_on_host(self._num_sampled))
             self._is_finite = None
+
+
+def _kept(seq: Sequence) -> Tensor | None:
+    """What a sequence has kept of earlier chunks; None before the first one. A preempted one begins again."""
+    return seq.kept if isinstance(seq, PooledSequence) and seq.num_cached_tokens else None
