@@ -33,7 +33,8 @@ def sigmoid_gate(x: Tensor, gate: Tensor) -> Tensor:
     x: `[num_tokens, width]`. gate: `[num_tokens, width]`, or `[num_tokens, 1]` for one number a token. Both any float
     dtype and row stride, contiguous in the last dimension. The kernel raises ValueError for other shapes or strides.
     """
-    return x.copy_(x.float() * torch.sigmoid(gate.float()))
+    # torch.sigmoid gives the last numbers of a tensor other bits than the rest; its exp does not.
+    return x.copy_(x.float() / (1 + torch.exp(-gate.float())))
 
 
 @kernel_of(sigmoid_gate)

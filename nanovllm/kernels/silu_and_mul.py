@@ -93,7 +93,8 @@ def gated_torch(x: Tensor, activation: Activation) -> Tensor:
         return gelu_tanh_and_mul.twin(x) if activation.is_gelu else silu_and_mul.twin(x)
     gate, up = x.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=activation.limit), up.clamp(-activation.limit, activation.limit)
-    return (gate * torch.sigmoid(activation.alpha * gate) * (up + 1)).to(x.dtype)
+    # As in `sigmoid_gate`'s twin.
+    return (gate / (1 + torch.exp(-activation.alpha * gate)) * (up + 1)).to(x.dtype)
 
 
 @kernel_of(silu_and_mul)

@@ -13,6 +13,7 @@ from nanovllm.layers.activation import Gated, GeluTanhAndMul
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 from nanovllm.layers.embed_head import SHARD_MULTIPLE, ParallelLMHead, ReplicatedEmbedding
+from nanovllm.layers.experts.experts import ExpertsLinear
 from nanovllm.layers.formats.parameters import LayerParameter, Sliceable, make_parameter, scale_while_loading
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -384,11 +385,11 @@ class DecoderForCausalLM(nn.Module, ABC):
         """Once the weights are loaded: let a CPU's products read them faster (`formats.packed`), if there is no other
         candidate for them."""
         for module in [] if self.matmul.has_choice else self.modules():
-            if isinstance(module, (LinearBase, ParallelLMHead)):
+            if isinstance(module, (LinearBase, ExpertsLinear, ParallelLMHead)):
                 module.pack_weight()
 
     def unpack_weights(self) -> None:
         """Undo `pack_weights`, so that weights can be loaded again."""
         for module in self.modules():
-            if isinstance(module, (LinearBase, ParallelLMHead)):
+            if isinstance(module, (LinearBase, ExpertsLinear, ParallelLMHead)):
                 module.unpack_weight()

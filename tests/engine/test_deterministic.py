@@ -5,29 +5,37 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import complete, generate, make_checkpoint, make_llm
+from checkpoints import complete, generate, make_checkpoint, make_llm, skip_unless_known
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 from same_bits import answers, answers_alone, bits, make_requests
 from thread_ranks import make_llm_of_ranks
 from thread_replicas import ThreadReplicas
+from torch import nn
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.deterministic import check_deterministic
+from nanovllm.engine.deterministic import check_deterministic, check_layers
 from nanovllm.engine.features.feature import Feature
 from nanovllm.engine.replicas import replicated_engine
 from nanovllm.layers.backends.choice import DETERMINISTIC_BACKENDS
+from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.fixed_order import FixedOrder, FixedOrderReady, RowCounts, find_row_counts, trial_weight
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.matmul.candidates import make_candidates
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
+KINDS = ["sliding_attention", "full_attention"]
+GPT_OSS = {"num_experts_per_tok": 3, "sliding_window": 13, "layer_types": KINDS, "head_dim": 32}
 FAMILIES: dict[str, dict] = {
     "qwen3": {},
-    "windows": {"family": "gemma3_text", "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]}
-    | {"head_dim": 32},
+    "windows": {"family": "gemma3_text", "sliding_window": 40, "layer_types": KINDS, "head_dim": 32},
     "full norms, one KV head": {"family": "olmo2", "num_key_value_heads": 1},
+    "full norms and windows": {"family": "olmo3", "sliding_window": 13, "layer_types": KINDS},
+    "experts": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36},
+    "experts with biases, sinks": {"family": "gpt_oss", "num_local_experts": 5, "intermediate_size": 36, **GPT_OSS},
 }
 # What an engine may do with a request, beside computing it whole and alone.
 ENGINES: dict[str, dict] = {
@@ -43,10 +51,14 @@ def answers_of(llm, numbers):
     return answers(llm, [REQUESTS[i] for i in numbers])
 
 
-@pytest.fixture(scope="module", params=[*((name, "float32") for name in FAMILIES), ("qwen3", "bfloat16")], ids=" ".join)
+CASES = [*((name, "float32") for name in FAMILIES), ("qwen3", "bfloat16"), ("experts with biases, sinks", "bfloat16")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=" ".join)
 def case(request, tmp_path_factory):
     """(engines by name, the bits of each request alone)."""
     family, dtype = request.param
+    skip_unless_known(FAMILIES[family].get("family", "qwen3"))
     path = make_checkpoint(tmp_path_factory.mktemp("model"), **FAMILIES[family])
     options = {"dtype": dtype, "deterministic": True}
     engines = {name: make_llm(path, **options, **ENGINES[name]) for name in ENGINES}
@@ -207,12 +219,16 @@ def test_what_cannot_be_promised_is_refused_by_name(path, options, text):
         Config(str(path), device="cpu", skip_tokenizer_init=True, deterministic=True, **options)
 
 
-def test_linear_attention_and_experts_are_refused(tmp_path):
+def test_linear_attention_is_refused():
     with pytest.raises(ValueError, match="model: linear attention"):
         Config("Qwen3.5-0.8B", device="cpu", load_format="dummy", deterministic=True, skip_tokenizer_init=True)
-    path = make_checkpoint(tmp_path, "qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
-    with pytest.raises(ValueError, match="model: the products of experts"):
-        make_llm(path, deterministic=True)
+
+
+def test_experts_on_a_gpu_are_refused():
+    model = nn.Sequential(MixtureOfExperts(8, 8, 2, 1, True, TensorParallel(), Matmul()))
+    check_layers(model, "cpu")
+    with pytest.raises(ValueError, match="model: on a GPU the products of experts"):
+        check_layers(model, "cuda")
 
 
 def test_a_gpu_is_refused(path, monkeypatch):

@@ -82,7 +82,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
             args = config.max_model_len, backend, tp, matmul
             model = make_model(config.hf_config, config.dtype, device, *args)
         if config.deterministic:
-            check_layers(model)
+            check_layers(model, config.device)
         num_params = num_layer_params(model)
     if config.weight_format is not None:
         logger.info("weights of linear layers: %s", config.weight_format.name)

@@ -127,16 +127,19 @@ class FixedOrder(Unquantized):
         return self.name
 
     def packed(self, weight: T) -> tuple[WeightFormat, T]:
-        if weight.dim() != 2 or not weight.numel():  # a rank without a part of the vocabulary
+        if not weight.numel():  # a rank without a part of the vocabulary
             return self, weight
-        (N, K), dtype = weight.shape, weight.dtype
-        inner, weight = super().packed(weight)
-        if (N, K, dtype) not in self.known:
+        (N, K), dtype = weight.shape[-2:], weight.dtype
+        inner, weight = super().packed(weight)  # Experts stay as they are, a plain matrix each.
+        key = inner.name, N, K, dtype
+        if key not in self.known:
             # In 32 bits nothing is hidden, and a second weight would take memory.
-            is_exact = dtype == torch.float32
-            values = Weight(inner, weight if is_exact else super().packed(trial_weight(N, K, dtype))[1])
-            self.known[N, K, dtype] = find_row_counts(lambda x: inner.linear(x, values), N, K, dtype, self.num_threads)
-        return FixedOrderReady(self, inner, self.known[N, K, dtype]), weight
+            tried = weight if weight.dim() == 2 else weight[0]
+            if dtype != torch.float32:
+                tried = inner.quantize(trial_weight(N, K, dtype), dtype).values
+            values = Weight(inner, tried)
+            self.known[key] = find_row_counts(lambda x: inner.linear(x, values), N, K, dtype, self.num_threads)
+        return FixedOrderReady(self, inner, self.known[key]), weight
 
     def linear(self, x: Input, weight: Weight) -> Tensor:
         return fixed_order_linear(value_of(x), weight.values)

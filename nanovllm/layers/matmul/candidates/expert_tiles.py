@@ -42,14 +42,10 @@ class ExpertTiles(Candidate):
         return None if None in configs else configs
 
     def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
-        _, x, logits, weight, second, top_k, normalize, out, add, lens, bias, down_bias, activation, *_ = problem
-        routing = logits, top_k, normalize, lens, problem.scales, problem.mine
+        _, x, logits, weight, second, _, _, out, add, lens, bias, down_bias, activation, *_ = problem
         if not use_kernels(logits):
-            routed = route_torch(*routing)
-            products = _product(weight, bias), _product(second, down_bias)
-            total = experts_torch(value_of(x), *routed, len(weight), *products, activation)
-            return out.copy_(out.float() + total if add else total)
-        experts, weights = route(*routing)
+            return experts_twin(problem)
+        experts, weights = route(*_routing(problem))
         order, starts = sort_by_expert(experts, len(weight))
         default = default_config(len(order), logits.shape[1], weight.values.itemsize)
         gate_up_config, down_config = (TileConfig(*each) for each in constants or (default, default))
@@ -86,6 +82,21 @@ _TILES_IN_FP8 = (
     (((64, 128, 4, 4), (64, 128, 4, 3)), ((128, 128, 4, 4), (64, 128, 4, 4))),
     (((128, 128, 8, 3), (64, 128, 4, 4)), ((128, 128, 4, 4), (128, 128, 8, 4), (256, 128, 8, 3))),
 )
+
+
+def experts_twin(problem: ExpertsProblem) -> Tensor:
+    """The result in plain torch, by the formats' plain products."""
+    _, x, _, weight, second, _, _, out, add, _, bias, down_bias, activation, *_ = problem
+    routed = route_torch(*_routing(problem))
+    products = _product(weight, bias), _product(second, down_bias)
+    total = experts_torch(value_of(x), *routed, len(weight), *products, activation)
+    return out.copy_(out.float() + total if add else total)
+
+
+def _routing(problem: ExpertsProblem) -> tuple:
+    """The arguments of `route`."""
+    options = problem.context_lens, problem.scales, problem.mine
+    return problem.logits, problem.top_k, problem.normalize, *options
 
 
 def _product(weight: Weight, bias: Tensor | None) -> Callable[[Tensor, int], Tensor]:

@@ -5,7 +5,8 @@ from torch import Tensor
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.formats.fixed_order import FixedOrder, FixedOrderReady
 from nanovllm.layers.matmul.candidate import Candidate
-from nanovllm.layers.matmul.problem import Problem
+from nanovllm.layers.matmul.candidates.expert_tiles import experts_twin
+from nanovllm.layers.matmul.problem import ExpertsProblem, Problem
 
 
 class FixedOrderProducts(Candidate):
@@ -27,3 +28,16 @@ class FixedOrderProducts(Candidate):
         if out is None:
             return y
         return out.add_(y) if key.operation == "linear_add" else out.copy_(y)
+
+
+class FixedOrderExperts(Candidate):
+    """On a CPU. A token's experts are added in the order of their numbers, whatever other tokens chose."""
+
+    name = "fixed-order-experts"
+    operations = ("experts",)
+    formats = (FixedOrderReady.name,)
+    is_default = True
+    is_batch_invariant = True
+
+    def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
+        return experts_twin(problem)
