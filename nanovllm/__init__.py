@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from nanovllm.engine.text.reasoning import ReasoningSplitter, opens_reasoning, split_reasoning
     from nanovllm.engine.text.streaming import NO_PROMPT
     from nanovllm.engine.text.tool_calls import ToolCallSplitter, split_tool_calls
+    from nanovllm.images.pixels import ImagePixels
+    from nanovllm.images.read import read_image
+    from nanovllm.images.rules import ImageRules
     from nanovllm.llm import LLM
     from nanovllm.models.sentence_files import read_sentence_facts
     from nanovllm.models.tokenizer_files import find_tokenizer
@@ -53,6 +56,8 @@ __all__ = [
     "EmbeddingOutput",
     "EngineStats",
     "ErrorOutput",
+    "ImagePixels",
+    "ImageRules",
     "PoolingParams",
     "PromptEncoder",
     "RankOutput",
@@ -72,6 +77,7 @@ __all__ = [
     "find_format",
     "find_tokenizer",
     "opens_reasoning",
+    "read_image",
     "read_sentence_facts",
     "split_reasoning",
     "split_tool_calls",
@@ -88,6 +94,8 @@ _MODULES = {
     "Config": "nanovllm.config",
     "Conversation": "nanovllm.engine.text.chat",
     "ConversationFormat": "nanovllm.engine.text.formats.format",
+    "ImagePixels": "nanovllm.images.pixels",
+    "ImageRules": "nanovllm.images.rules",
     "PoolingParams": "nanovllm.pooling_params",
     "PromptEncoder": "nanovllm.engine.text.prompt_encoder",
     "ReasoningSplitter": "nanovllm.engine.text.reasoning",
@@ -100,6 +108,7 @@ _MODULES = {
     "check_options": "nanovllm.engine.checks",
     "find_format": "nanovllm.engine.text.formats.all_formats",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
+    "read_image": "nanovllm.images.read",
     "read_sentence_facts": "nanovllm.models.sentence_files",
     "opens_reasoning": "nanovllm.engine.text.reasoning",
     "split_reasoning": "nanovllm.engine.text.reasoning",
