@@ -2,7 +2,7 @@
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.text.chat import Messages, Template, TemplateRenderer, Tool, Variables
@@ -38,6 +38,7 @@ class PromptEncoder:
         """
         self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
         self._renderer = TemplateRenderer(tokenizer)
+        self._write_images: Callable[[str], str] = str
         self._bos = getattr(tokenizer, "bos_token_id", None)
 
     def encode(self, prompts: Iterable[Prompt], **options: bool) -> list[Any]:
@@ -70,14 +71,22 @@ class PromptEncoder:
                 found[i] = token_ids
         return found
 
-    def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[list[int]]:
-        """Token ids of each conversation. The arguments are those of TemplateRenderer.render. Raises ValueError or
-        TypeError, naming the argument or the conversation."""
+    def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[Any]:
+        """Token ids of each conversation; of one with images {"prompt_token_ids": ..., "images": their sources}. The
+        arguments are those of TemplateRenderer.render. Raises ValueError or TypeError, naming the argument or the
+        conversation."""
+        rendered = self._renderer.render(messages, *arguments, **options)
+        texts = [each.text for each in rendered]
+        for i, each in enumerate(rendered):
+            if each.images:
+                texts[i] = self._write_images(each.text)
         # The template writes the special tokens.
-        encoded = self.encode(self._renderer.render(messages, *arguments, **options), add_special_tokens=False)
+        encoded = self.encode(texts, add_special_tokens=False)
         for i, token_ids in enumerate(encoded):
             if isinstance(token_ids, Exception):
                 raise ValueError(f"conversation {i}: {token_ids}") from token_ids
+            if rendered[i].images:
+                encoded[i] = {"prompt_token_ids": token_ids, "images": rendered[i].images}
         return encoded
 
     def encode_chat(
@@ -87,7 +96,7 @@ class PromptEncoder:
         tools: Iterable[Tool] | None = None,
         kwargs: Variables | None = None,
         needed: Iterable[str] = (),
-    ) -> list[int]:
+    ) -> Any:
         """Token ids of one conversation that is to be answered. As encode_chats, but errors do not name the
         conversation."""
         try:
@@ -96,6 +105,14 @@ class PromptEncoder:
         except ValueError as error:
             raise ValueError(str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")) from error
         return token_ids
+
+    def accept_images(self, write_images: Callable[[str], str]) -> None:
+        """From now on conversations may have images. write_images: gives a prompt's text a token for each image."""
+        self._renderer.reads_images, self._write_images = True, write_images
+
+    @property
+    def accepts_images(self) -> bool:
+        return self._renderer.reads_images
 
     def template_text(self, chat_template: Template | None = None) -> str:
         """The text of a chat template, as chat() takes it; "" if there is none. Raises ValueError or TypeError."""

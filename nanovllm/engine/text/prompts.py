@@ -28,6 +28,9 @@ _FORMS = (
 )
 
 
+NO_IMAGES = "is an image, and this model reads no images"
+
+
 def as_prompts(prompts: Any, name: str = "prompts", tokenizer: object = None) -> Iterable[Prompt]:
     """The prompts in a caller's argument, called `name`.
 
@@ -71,6 +74,8 @@ def read_prompt(prompt: Any) -> str | list[int]:
                 raise ValueError(f"a tokenizer's output for {len(rows)} texts; pass it alone, or one for each prompt")
             return rows[0]
         given = {key: value for key, value in prompt.items() if value is not None}
+        if len(given.pop("images", ())):
+            raise ValueError("has images, and this model reads no images")
         has_ids = "prompt_token_ids" in given
         value = given.get("prompt_token_ids" if has_ids else "prompt")
         is_right = not isinstance(value, str | Mapping) if has_ids else isinstance(value, str)
