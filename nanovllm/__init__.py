@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from nanovllm.config import Config
     from nanovllm.engine.checks import RequestChecker, check_options
+    from nanovllm.engine.images import ImagePrompt
     from nanovllm.engine.ranks.workers import WorkerError
-    from nanovllm.engine.text.chat import Conversation, as_conversations
+    from nanovllm.engine.text.chat import Conversation, as_conversations, image_sources, with_images
     from nanovllm.engine.text.formats.all_formats import find_format
     from nanovllm.engine.text.formats.answers import AnswerFormat, AnswerSplitter, with_channels
     from nanovllm.engine.text.formats.format import ConversationFormat
+    from nanovllm.engine.text.image_reader import ImageReader, PackedImage, find_image_reader, reads_images
     from nanovllm.engine.text.outputs import (
         ChatDelta,
         ChoiceScores,
@@ -57,7 +59,10 @@ __all__ = [
     "EngineStats",
     "ErrorOutput",
     "ImagePixels",
+    "ImagePrompt",
+    "ImageReader",
     "ImageRules",
+    "PackedImage",
     "PoolingParams",
     "PromptEncoder",
     "RankOutput",
@@ -75,13 +80,17 @@ __all__ = [
     "as_conversations",
     "check_options",
     "find_format",
+    "find_image_reader",
     "find_tokenizer",
+    "image_sources",
     "opens_reasoning",
     "read_image",
     "read_sentence_facts",
+    "reads_images",
     "split_reasoning",
     "split_tool_calls",
     "with_channels",
+    "with_images",
 ]
 __version__ = "0.1.0"
 
@@ -95,7 +104,10 @@ _MODULES = {
     "Conversation": "nanovllm.engine.text.chat",
     "ConversationFormat": "nanovllm.engine.text.formats.format",
     "ImagePixels": "nanovllm.images.pixels",
+    "ImagePrompt": "nanovllm.engine.images",
+    "ImageReader": "nanovllm.engine.text.image_reader",
     "ImageRules": "nanovllm.images.rules",
+    "PackedImage": "nanovllm.engine.text.image_reader",
     "PoolingParams": "nanovllm.pooling_params",
     "PromptEncoder": "nanovllm.engine.text.prompt_encoder",
     "ReasoningSplitter": "nanovllm.engine.text.reasoning",
@@ -107,6 +119,10 @@ _MODULES = {
     "as_conversations": "nanovllm.engine.text.chat",
     "check_options": "nanovllm.engine.checks",
     "find_format": "nanovllm.engine.text.formats.all_formats",
+    "find_image_reader": "nanovllm.engine.text.image_reader",
+    "image_sources": "nanovllm.engine.text.chat",
+    "reads_images": "nanovllm.engine.text.image_reader",
+    "with_images": "nanovllm.engine.text.chat",
     "find_tokenizer": "nanovllm.models.tokenizer_files",
     "read_image": "nanovllm.images.read",
     "read_sentence_facts": "nanovllm.models.sentence_files",

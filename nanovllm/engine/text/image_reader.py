@@ -158,3 +158,20 @@ class ImageReader:
         self.check_places(token_ids, len(sources))
         images = [self.read(source) for source in sources]
         return ImagePrompt(self.expand(token_ids, images), [image.unpack() for image in images])
+
+
+def reads_images(model: str, revision: str | None = None) -> bool:
+    """Whether prompts of a model may have images. model: a directory or a hub id."""
+    return False  # No family has a vision spec yet.
+
+
+def find_image_reader(
+    model: str,
+    revision: str | None,
+    tokenizer: Any,
+    rules: ImageRules | None = None,
+    dtype: str | None = None,
+) -> ImageReader | None:
+    """What reads the images of a model's prompts; None if it reads none. Arguments as of ImageReader; revision: of a
+    hub id."""
+    return None
