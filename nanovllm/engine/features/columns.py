@@ -52,8 +52,8 @@ class Columns:
         """
         return {}
 
-    def prefill_context(self, arrays: dict[str, Tensor]) -> ContextFields:
-        """Fields of the `Context` of a prefill. arrays: those of all columns."""
+    def prefill_context(self, arrays: dict[str, Tensor], step: Step) -> ContextFields:
+        """Fields of the `Context` of a prefill. arrays: those of all columns. step: a worker's has no sequences."""
         return {}
 
 

@@ -2,11 +2,11 @@
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.text.chat import Messages, Template, TemplateRenderer, Tool, Variables
-from nanovllm.engine.text.prompts import Prompt, read_prompt
+from nanovllm.engine.text.prompts import Prompt, has_images, read_prompt
 from nanovllm.utils.checks import half_pair
 
 if TYPE_CHECKING:
@@ -29,13 +29,16 @@ class PromptEncoder:
         tokenizer: "PreTrainedTokenizerBase | None",
         max_len: int | None = None,
         remedy: str = "shorten it, or raise max_model_len",
+        read_images: Callable[[Any], list[int] | str] | None = None,
     ):
         """
         Args:
             tokenizer: None accepts token ids only.
             max_len: tokens of the longest sequence, at most. None is unknown: a text of any length is tokenized.
             remedy: what to do about a text that is longer.
+            read_images: makes token ids of a prompt with images, or raises ValueError or TypeError. None refuses them.
         """
+        self._read_images = read_images
         self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
         self._renderer = TemplateRenderer(tokenizer)
         self._bos = getattr(tokenizer, "bos_token_id", None)
@@ -50,7 +53,7 @@ class PromptEncoder:
         texts: dict[int, str] = {}  # index of the prompt -> its text
         for i, prompt in enumerate(prompts):
             try:
-                found.append(prompt if type(prompt) in (list, str) else read_prompt(prompt))
+                found.append(prompt if type(prompt) in (list, str) else self._read(prompt))
                 if isinstance(found[i], str):
                     self.check_text(found[i])
                     texts[i] = found[i]
@@ -69,6 +72,9 @@ class PromptEncoder:
             for i, token_ids in zip(texts, encoded, strict=True):
                 found[i] = token_ids
         return found
+
+    def _read(self, prompt: Any) -> Any:
+        return self._read_images(prompt) if self._read_images and has_images(prompt) else read_prompt(prompt)
 
     def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[list[int]]:
         """Token ids of each conversation. The arguments are those of TemplateRenderer.render. Raises ValueError or
