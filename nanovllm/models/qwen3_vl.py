@@ -56,6 +56,18 @@ class QwenVision(VisionSpec):
     def num_patches(self, image):
         return len(image.pixel_values)
 
+    def largest_images(self, num_patches, dtype, device):
+        # One alone, because each patch attends to all others of its image.
+        side = int(num_patches**0.5) // self._merge * self._merge
+        tower = self.fields["vision_config"]
+        channels, frames, patch = (tower[name] for name in ("in_channels", "temporal_patch_size", "patch_size"))
+        pixels = torch.zeros(side * side, channels * frames * patch**2, dtype=dtype, device=device)
+        return [ProcessedImage(pixels, (1, side, side), side * side // self._merge**2, {})]
+
+    def values_per_patch(self):
+        tower = self.fields["vision_config"]
+        return 10 * tower["hidden_size"] + 2 * tower["intermediate_size"]
+
     def positions(self, starts, images, num_tokens):
         found = np.empty((3, num_tokens), np.int64)
         end = following = 0  # tokens that have their positions, and the position of the next one

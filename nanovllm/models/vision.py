@@ -6,10 +6,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+# The tower computes images together up to at least so many patches: they keep a GPU busy.
+_MIN_PATCHES = 2**14
 
 
 class ProcessedImage(NamedTuple):
@@ -71,6 +76,11 @@ class VisionSpec(ABC):
         """Numbers that the tower gives for a placeholder token: a row, and what it adds to layers' outputs."""
         return self.hidden_size * (1 + self.num_added)
 
+    def limits(self, max_model_len: int) -> tuple[int, int]:
+        """Rows of the largest image that an engine accepts, and how many patches its tower computes at once."""
+        num_rows = min(self.max_image_rows, max_model_len)
+        return num_rows, max(_MIN_PATCHES, num_rows * self.patches_per_row)
+
     # -- the prompt ------------------------------------------------------------------------------------------------
 
     def texts(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
@@ -122,6 +132,14 @@ class VisionSpec(ABC):
     @abstractmethod
     def num_patches(self, image: ProcessedImage) -> int:
         """How much work an image is for the tower."""
+
+    @abstractmethod
+    def largest_images(self, num_patches: int, dtype: torch.dtype, device: torch.device) -> list[ProcessedImage]:
+        """Images of so many patches together, with any content, for which the tower needs the most memory."""
+
+    @abstractmethod
+    def values_per_patch(self) -> int:
+        """Numbers that the tower holds for each patch where it holds the most; an estimate."""
 
     def positions(self, starts: Sequence[int], images: Sequence[ProcessedImage], num_tokens: int) -> np.ndarray:
         """The three parts of each token's position, int64 [3, num_tokens].

@@ -33,6 +33,7 @@ _QWEN_TOWER = {
     "num_position_embeddings": 64,
 }
 _QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+_QWEN_TOKENS |= {"video_token_id": VIDEO}
 
 
 class VisionFamily(NamedTuple):
@@ -52,13 +53,35 @@ class VisionFamily(NamedTuple):
 
 
 _QWEN_PROCESSOR = "Qwen2VLImageProcessorPil", {"patch_size": 8, "min_pixels": 256, "max_pixels": 16384}
+_QWEN3_5_TEXT = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "head_dim": 32,  # of which RoPE turns a half
+    "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 VISION_FAMILIES = {
     "qwen3_vl": VisionFamily(
         "Qwen3VLForConditionalGeneration",
         # Of 8 pairs of dimensions, time has 4.
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}},
         _QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
-        _QWEN_TOKENS | {"video_token_id": VIDEO},
+        _QWEN_TOKENS,
+        _QWEN_PROCESSOR,
+    ),
+    "qwen3_5": VisionFamily(
+        "Qwen3_5ForConditionalGeneration",
+        _QWEN3_5_TEXT,
+        _QWEN_TOWER,
+        _QWEN_TOKENS,
+        _QWEN_PROCESSOR,
+    ),
+    "qwen3_5_moe": VisionFamily(
+        "Qwen3_5MoeForConditionalGeneration",
+        _QWEN3_5_TEXT | _EXPERTS,
+        _QWEN_TOWER,
+        _QWEN_TOKENS,
         _QWEN_PROCESSOR,
     ),
 }

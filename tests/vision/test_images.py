@@ -2,8 +2,11 @@
 
 import math
 import shutil
+from copy import copy
+from functools import cache
 
 import pytest
+import torch
 from checkpoints import (
     VOCAB_SIZE,
     assert_idle,
@@ -14,6 +17,7 @@ from checkpoints import (
     make_llm,
     needs_family,
     random_prompt,
+    skip_unless_known,
 )
 from replay import Replay
 from thread_ranks import make_llm_of_ranks
@@ -21,6 +25,9 @@ from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, VisionReferen
 
 from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.images import ImagePrompt
+from nanovllm.engine.start.memory import largest_prefill
+from nanovllm.fit import needs
+from nanovllm.models.model_size import meta_model
 
 pytest.importorskip("PIL", reason="needs Pillow")
 
@@ -44,22 +51,41 @@ class Case:
         return self.reference.draw_prompt([self.images[name] for name in names], NUM_TOKENS, **options)
 
 
-@pytest.fixture(scope="module", params=[pytest.param(family, marks=needs_family(family)) for family in VISION_FAMILIES])
-def case(request, tmp_path_factory):
-    return Case(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def make_case(tmp_path_factory):
+    return cache(lambda family: Case(family, tmp_path_factory.mktemp(family)))
 
 
-def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case):
+def each_family(*nightly):
+    """A test for each family; a nightly one of these."""
+    nightly = {family: [pytest.mark.nightly] for family in nightly}
+    marks = {family: [needs_family(family), *nightly.get(family, ())] for family in VISION_FAMILIES}
+    return pytest.mark.parametrize("family", [pytest.param(family, marks=marks[family]) for family in marks])
+
+
+@pytest.fixture
+def case(request, make_case):
+    """Of the test's family, or of Qwen3-VL."""
+    family = request.node.callspec.params.get("family") if hasattr(request.node, "callspec") else None
+    if family is None:
+        skip_unless_known("qwen3_vl")
+    return make_case(family or "qwen3_vl")
+
+
+@each_family("qwen3_5_moe")
+def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case, family):
     with make_llm(case.path) as llm:
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
         outputs = generate(llm, case.prompts[::-1], greedy(NUM_TOKENS))
         assert [output["token_ids"] for output in outputs] == case.expected[::-1]
-        assert all(output["num_cached_tokens"] > 0 for output in outputs[:3:2])
+        # One of them has a block, or for linear attention a chunk.
+        assert outputs[0]["num_cached_tokens"] >= 64
         assert_idle(llm)
 
 
-@pytest.mark.parametrize("overlap_steps", [True, False])
-def test_chunks_that_cut_images_and_preemption(case, overlap_steps):
+@each_family("qwen3_5_moe")
+@pytest.mark.parametrize("overlap_steps", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
     encoded = []
     limits = {"num_kvcache_blocks": 8, "max_num_batched_tokens": 23, "max_num_seqs": 4, "max_model_len": 112}
     with make_llm(case.path, **limits, overlap_steps=overlap_steps, enable_prefix_caching=False) as llm:
@@ -71,7 +97,8 @@ def test_chunks_that_cut_images_and_preemption(case, overlap_steps):
     assert encoded.count(4 * 64) == 2
 
 
-def test_equal_tokens_of_other_images_are_not_shared(case):
+@each_family("qwen3_5_moe")
+def test_equal_tokens_of_other_images_are_not_shared(case, family):
     """Nor what follows them; what precedes them is."""
     image, other = (draw_image(128, 128, seed) for seed in (10, 11))
     tokens = [*random_prompt(20, 1, 300), BEGIN, IMAGE, END, *random_prompt(6, 2, 300)]
@@ -79,14 +106,15 @@ def test_equal_tokens_of_other_images_are_not_shared(case):
     expected = case.reference.greedy(prompts, 6)
     assert expected[0] != expected[1]
     with make_llm(case.path) as llm:
-        for prompt, completion, num_cached in zip(prompts * 2, expected * 2, (0, 16, 80, 80), strict=True):
+        counts = (0, 16, 80, 80) if family == "qwen3_vl" else (0, 0, 64, 64)  # whole blocks, or chunks
+        for prompt, completion, num_cached in zip(prompts * 2, expected * 2, counts, strict=True):
             (output,) = generate(llm, [prompt], greedy(6))
             assert (output["token_ids"], output["num_cached_tokens"]) == (completion, num_cached)
         # At once: the second of each waits for the blocks of the first.
         llm.reset_prefix_cache()
         outputs = generate(llm, prompts * 2, greedy(6))
         assert [output["token_ids"] for output in outputs] == expected * 2
-        assert sorted(output["num_cached_tokens"] for output in outputs) == [0, 16, 80, 80]
+        assert sorted(output["num_cached_tokens"] for output in outputs) == sorted(counts)
 
 
 def test_equal_images_in_other_places_are_computed_once_a_step(case):
@@ -109,12 +137,14 @@ def test_batches_of_patches(case):
     assert encoded == [36 + 96 + 8, 256]
 
 
-def test_two_ranks(case):
+@each_family("qwen3_5_moe")
+def test_two_ranks(case, family):
     with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=50) as llm:
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
 
 
-def test_speculation(case, monkeypatch):
+@each_family("qwen3_5_moe")
+def test_speculation(case, family, monkeypatch):
     """Proposed tokens have positions too."""
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
     monkeypatch.setattr(speculative_scheduler, "choose_counts", choose)
@@ -197,3 +227,32 @@ def test_a_checkpoint_of_the_text_model_alone(case, tmp_path):
         assert complete(llm, case.prompts[2:3], greedy(NUM_TOKENS)) == case.expected[2:3]
         with pytest.raises(ValueError, match=r"prompts\[0\]: images: Qwen3VL\w+ is loaded without a vision tower"):
             generate(llm, case.prompts[:1], greedy(2))
+
+
+def test_a_start_counts_the_tower_and_its_largest_images(case):
+    """As an engine on a GPU does: by a prefill of images alone. `fit` counts the same from shapes."""
+    with make_llm(case.path, max_model_len=64, max_num_batched_tokens=32) as llm:
+        runner, config = llm.model_runner, llm.config
+        spec = runner.model.vision_spec
+        encoded = []
+        runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
+        with torch.inference_mode():
+            inputs = largest_prefill(config, runner.device, runner.decode_inputs.columns)
+            assert inputs.context.images.rows.shape == (32, spec.row_size)
+            runner._compute(inputs)
+        assert encoded[0] <= spec.limits(64)[1] < encoded[0] * 1.1
+        counted, of_text = needs(config), needs(config, without_tower(config))
+        tower = sum(parameter.nbytes for parameter in runner.model.vision.parameters())
+        assert counted.weights >= of_text.weights + tower
+        assert counted.activations > of_text.activations + 64 * spec.row_size * 4
+    with make_llm(case.path, deterministic=True) as llm:
+        assert "vision" not in dict(llm.model_runner.model.named_modules())
+        with pytest.raises(ValueError, match="need deterministic=False"):
+            generate(llm, case.prompts[:1], greedy(2))
+
+
+def without_tower(config):
+    config = copy(config)
+    config.hf_config = copy(config.hf_config)
+    config.hf_config.vision = None
+    return meta_model(config)

@@ -56,6 +56,11 @@ class Columns:
         """Fields of the `Context` of a prefill. arrays: those of all columns. step: a worker's has no sequences."""
         return {}
 
+    def largest_prefill(self, num_tokens: int) -> ContextFields:
+        """Fields of the `Context` of the largest prefill, by which an engine's start measures how much memory steps
+        need; what is computed for them counts too."""
+        return {}
+
 
 class AttentionColumns(Columns):
     """What an attention back end declares: plans of how the step's keys are cut into pieces of work."""

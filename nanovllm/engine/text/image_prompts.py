@@ -43,6 +43,8 @@ class ImagePrompts:
     def _spec(self) -> VisionSpec:
         """Raises ValueError, with the reason, if this engine accepts no images."""
         config, found = self._config, find_vision(self._config.hf_config)
+        if config.deterministic:
+            raise ValueError("images: need deterministic=False: the tower's numbers depend on the other images")
         if found is None:
             name = (getattr(config.hf_config, "architectures", None) or ["the model"])[0]
             raise ValueError(f"images: {name} is loaded without a vision tower: its prompts are texts alone")

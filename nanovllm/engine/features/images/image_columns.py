@@ -13,9 +13,6 @@ from nanovllm.engine.step import Rows, Step
 from nanovllm.models.seeing_decoder import ImageRows, SeeingDecoder
 from nanovllm.models.vision import ProcessedImage
 
-# The tower computes images together up to so many patches: as many as keep a GPU busy.
-_MIN_PATCHES = 2**14
-
 
 class _Piece(NamedTuple):
     """Rows of one image that a prefill computes: `length` of them from `first` on. They are the step's from `to` on."""
@@ -63,8 +60,7 @@ class ImageColumns(Columns):
         """dtype: of the model."""
         spec: Any = model.vision_spec
         self._spec, self._tower, self._dtype, self._device = spec, model.vision, dtype, device
-        self.max_image_rows = min(spec.max_image_rows, max_model_len)
-        self.max_patches = max(_MIN_PATCHES, self.max_image_rows * spec.patches_per_row)
+        self.max_image_rows, self.max_patches = spec.limits(max_model_len)
         self._kept = torch.empty(self.max_image_rows, spec.row_size, dtype=dtype, device=device)
         self._kept_key: tuple[int, int] | None = None  # (seq_id, index of the image) of what it has
         if spec.has_axes:
@@ -145,6 +141,13 @@ class ImageColumns(Columns):
         if self._spec.has_axes:
             fields |= self._rotation(arrays["rope_axes"])
         return fields
+
+    def largest_prefill(self, num_tokens):
+        self._spec.encode(self._tower, self._spec.largest_images(self.max_patches, self._dtype, self._device))
+        at = torch.arange(num_tokens, device=self._device)
+        rows = torch.zeros(num_tokens, self._spec.row_size, dtype=self._dtype, device=self._device)
+        fields: ContextFields = {"images": ImageRows(at, rows)}
+        return fields | self._rotation(torch.zeros_like(at).expand(3, -1)) if self._spec.has_axes else fields
 
     def _rotation(self, positions: Tensor) -> ContextFields:
         """A row of RoPE's table for each token: of each pair, the numbers of one part of its position. positions: int64
