@@ -61,7 +61,8 @@ class Arguments:
         block_size: tokens of a KV cache block.
         max_len: tokens of the longest sequence, at most; None if only the model's files say it.
         chat_format: the name of the format of answers to chats; None: found.
-        image_rules: which images lines may name; by default those that they hold themselves, as data: URLs.
+        image_rules: which images lines may name; by default those that they hold themselves, as data: URLs. None
+            refuses all.
     """
 
     def __init__(self, model: Model, options: Row, task: str = "generate", **of_lines: Any):
@@ -69,7 +70,7 @@ class Arguments:
         TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
         self.model = model
-        self.image_rules = ImageRules()
+        self.image_rules: ImageRules | None = ImageRules()
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
         of_engine = vars(model.config) if isinstance(model, LLM) else self.engine_options
         self.keeps_receipts = bool(of_engine.get("deterministic"))
@@ -121,8 +122,10 @@ class Arguments:
     @cached_property
     def _image_plan(self) -> ImagePlan | None:
         """None if the model reads no images, or if only other machines have it."""
+        if self.task.name != "generate" or self.image_rules is None:
+            return None
         with suppress(FileNotFoundError):
-            if self.task.name == "generate" and reads_images(self.model_name, self.engine_options.get("revision")):
+            if reads_images(self.model_name, self.engine_options.get("revision")):
                 dtype = str(self.model.config.dtype) if isinstance(self.model, LLM) else self._dtype
                 return ImagePlan(self.model_name, self.image_rules, dtype and dtype.removeprefix("torch."))
         return None

@@ -202,6 +202,9 @@ def run_batch(
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
     else:
         inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
+    if cluster is not None:  # Lines wait in memory there, far more of them than would do with images.
+        require("images", images, images is None, "None on Ray, whose engines get no images yet")
+        arguments.image_rules = None
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     job = Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
     try:
@@ -317,7 +320,8 @@ class Job:
 
     def _begin(self, overwrite: bool) -> Scan:
         """Check that the folder, the input and the call belong together. Reads or writes the manifest."""
-        job = self.arguments.describe() | {"ordered": self.ordered, "format": self.format}
+        of_call = {"ordered": self.ordered, "format": self.format, "prompt": self.inputs.image_prompt}
+        job = self.arguments.describe() | of_call
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
         before = None if overwrite else self.folder.read_manifest()
         files, model_files = self.inputs.fingerprints(), job_fingerprint(self.arguments)

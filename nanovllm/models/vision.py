@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -9,7 +10,11 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
+
+
+# The tower computes images together up to at least so many patches: they keep a GPU busy.
+_MIN_PATCHES = 2**14
 
 
 class ProcessedImage(NamedTuple):
@@ -36,32 +41,53 @@ class VisionSpec(ABC):
     placeholder token once for each of the image's rows.
 
     Args:
-        config: transformers' configuration of the whole model: text, vision, and the ids of special tokens.
+        config: of the text model, as `hf_config.read_hf_config` returns it. Its attribute `vision` is the content of
+            config.json without the text model: a dictionary.
 
     Attributes:
+        fields: that dictionary.
+        hidden_size: numbers in a row, the text model's.
         placeholder_id: the token that stands for one row.
+        num_added: how many layers' outputs an image also adds to (the deep stack of Qwen3-VL): the first ones.
+        prefixes: what the checkpoint's names of the tower's parameters begin with -> what ours do.
+        patches_per_row: how many patches of the tower make a row, at most.
+        max_image_rows: rows of the largest image that the engine accepts.
         is_bidirectional: whether the rows of an image attend to each other in both directions. Then a prefill computes
             all of them in one step.
-        has_axes: whether a token's position has three parts (M-RoPE): `positions` gives them.
-        num_added: how many layers' outputs an image also adds to (Qwen3-VL's deep stack): the first ones.
-        processor: the name of transformers' class for a checkpoint without preprocessor_config.json.
+        has_axes: whether a token's position has three parts (M-RoPE): `positions` and `axes` say which.
+        processor: the name of transformers' image processor, for a checkpoint that names none.
     """
 
     placeholder_id: int
-    is_bidirectional: bool = False
-    has_axes: bool = False
     num_added: int = 0
+    prefixes: ClassVar[dict[str, str]]
+    patches_per_row: int
+    max_image_rows: int
+    is_bidirectional: bool = False
+    has_axes: ClassVar[bool] = False
     processor: ClassVar[str]
 
-    def __init__(self, config: "PreTrainedConfig"):
-        self.config: Any = config
+    def __init__(self, config: Any):
+        self.fields: dict[str, Any] = config.vision
+        self.hidden_size: int = config.hidden_size
+
+    @property
+    def row_size(self) -> int:
+        """Numbers that the tower gives for a placeholder token: a row, and what it adds to layers' outputs."""
+        return self.hidden_size * (1 + self.num_added)
+
+    def limits(self, max_model_len: int) -> tuple[int, int]:
+        """Rows of the largest image that an engine accepts, and how many patches its tower computes at once."""
+        num_rows = min(self.max_image_rows, max_model_len)
+        return num_rows, max(_MIN_PATCHES, num_rows * self.patches_per_row)
 
     # -- the prompt ------------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def texts(self, tokenizer: "PreTrainedTokenizerBase") -> tuple[str, str]:
         """(marker, written): the text that stands for an image in a prompt, and the text that it becomes, which has
         the placeholder token's text once."""
+        marker = str(tokenizer.convert_ids_to_tokens(self.placeholder_id))
+        return marker, marker
 
     def write_images(self, text: str, tokenizer: "PreTrainedTokenizerBase") -> str:
         """A prompt's text with one placeholder token for each marker."""
@@ -71,22 +97,23 @@ class VisionSpec(ABC):
     def expand(self, token_ids: Sequence[int], num_rows: Sequence[int]) -> list[int]:
         """Token ids with a placeholder token for each row of each image. num_rows: of each image, in the order of the
         prompt. Raises ValueError unless the prompt has one placeholder token for each image."""
-        found = [token == self.placeholder_id for token in token_ids]
-        if sum(found) != len(num_rows):
+        places = [token == self.placeholder_id for token in token_ids]
+        if sum(places) != len(num_rows):
             raise ValueError(
-                f"the prompt has {sum(found)} places for images (token {self.placeholder_id}), and images: "
-                f"{len(num_rows)}; write one place for each image"
+                f"images: the prompt has {sum(places)} places for images (token {self.placeholder_id}), and "
+                f"{len(num_rows)} images are given: there must be a place for each"
             )
         counts, expanded = iter(num_rows), list[int]()
-        for token, is_image in zip(token_ids, found, strict=True):
-            expanded.extend([token] * (next(counts) if is_image else 1))
+        for token, is_place in zip(token_ids, places, strict=True):
+            expanded.extend([token] * (next(counts) if is_place else 1))
         return expanded
 
     # -- the image processor ---------------------------------------------------------------------------------------
 
     @abstractmethod
     def num_rows(self, processor: Any, height: int, width: int) -> int:
-        """How many rows an image of so many pixels gives, before it is decoded. processor: transformers'."""
+        """How many rows an image of so many pixels gives, before it is decoded. processor: transformers'. Raises
+        ValueError for a size that the processor refuses."""
 
     @abstractmethod
     def process(self, processor: Any, image: Any) -> ProcessedImage:
@@ -94,23 +121,9 @@ class VisionSpec(ABC):
 
     # -- the model -------------------------------------------------------------------------------------------------
 
-    @property
-    @abstractmethod
-    def hidden_size(self) -> int:
-        """Numbers in a row: the text model's hidden size."""
-
-    @property
-    def row_size(self) -> int:
-        """Numbers that the tower gives for a placeholder token: a row, and what it adds after layers."""
-        return self.hidden_size * (1 + self.num_added)
-
     @abstractmethod
     def make_tower(self) -> nn.Module:
-        """Transformers' modules that make the rows, in torch's default dtype and on its default device. The names of
-        its parameters, after one of the `prefixes`, are the checkpoint's."""
-
-    # The checkpoint's names of the tower's parts begin so -> and ours, after "vision.".
-    prefixes: ClassVar[dict[str, str]]
+        """Transformers' modules that make the rows, in torch's default dtype and on its default device."""
 
     @abstractmethod
     def encode(self, tower: Any, images: Sequence[ProcessedImage]) -> Tensor:
@@ -118,7 +131,15 @@ class VisionSpec(ABC):
 
     @abstractmethod
     def num_patches(self, image: ProcessedImage) -> int:
-        """How much work an image is for the tower: patches that attend to each other."""
+        """How much work an image is for the tower."""
+
+    @abstractmethod
+    def largest_images(self, num_patches: int, dtype: torch.dtype, device: torch.device) -> list[ProcessedImage]:
+        """Images of so many patches together, with any content, for which the tower needs the most memory."""
+
+    @abstractmethod
+    def values_per_patch(self) -> int:
+        """Numbers that the tower holds for each patch where it holds the most; an estimate."""
 
     def positions(self, starts: Sequence[int], images: Sequence[ProcessedImage], num_tokens: int) -> np.ndarray:
         """The three parts of each token's position, int64 [3, num_tokens].
@@ -129,19 +150,17 @@ class VisionSpec(ABC):
         """
         raise NotImplementedError
 
+    def axes(self, num_pairs: int) -> list[int]:
+        """Of each pair of dimensions that RoPE rotates, the part of the position that it follows: 0, 1 or 2."""
+        raise NotImplementedError
+
 
 def load_processor(spec: VisionSpec, directory: str) -> Any:
     """Transformers' image processor of a checkpoint: the one that its preprocessor_config.json describes, or the
     family's with its usual options if there is no such file."""
-    from pathlib import Path
-
     import transformers
 
     if Path(directory, "preprocessor_config.json").exists():
         # False, because None asks on standard input whether to run code of the checkpoint.
         return transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
     return getattr(transformers, spec.processor)()
-
-
-def pixels_on(image: ProcessedImage, device: torch.device) -> ProcessedImage:
-    return image._replace(pixel_values=image.pixel_values.to(device, non_blocking=True))

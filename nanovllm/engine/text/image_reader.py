@@ -6,12 +6,14 @@ tensors are packed for: `PackedImage`.
 
 from collections.abc import Callable, Sequence
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from nanovllm.images.read import read_image
 from nanovllm.images.rules import ANYWHERE, ImageRules
+from nanovllm.models.model_files import OTHER_FILES, download, find_directory, read_json
 from nanovllm.utils.checks import one_line
 
 if TYPE_CHECKING:  # The process that reads a job's lines needs no torch, unless they have images.
@@ -146,6 +148,16 @@ class ImageReader:
             raise ValueError(f"image of {found.width} x {found.height} pixels: {one_line(error)}") from error
         return PackedImage.of(ImageInput.of(processed, found.sha256), self._dtype)
 
+    def read_all(self, sources: Sequence[Any]) -> list[PackedImage]:
+        """Raises as `read`, with the index of the image."""
+        images = []
+        for i, source in enumerate(sources):
+            try:
+                images.append(self.read(source))
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"images[{i}]: {error}") from error
+        return images
+
     def expand(self, token_ids: Sequence[int], images: Sequence[PackedImage]) -> list[int]:
         """Token ids with a token for each row of each image. Raises as `check_places`."""
         self.check_places(token_ids, len(images))
@@ -156,13 +168,14 @@ class ImageReader:
         from nanovllm.engine.images import ImagePrompt
 
         self.check_places(token_ids, len(sources))
-        images = [self.read(source) for source in sources]
+        images = self.read_all(sources)
         return ImagePrompt(self.expand(token_ids, images), [image.unpack() for image in images])
 
 
 def reads_images(model: str, revision: str | None = None) -> bool:
-    """Whether prompts of a model may have images. model: a directory or a hub id."""
-    return False  # No family has a vision spec yet.
+    """Whether prompts of a model may have images. model: a directory, a hub id, whose files are downloaded, or the name
+    of a published shape, which has no files. Raises ValueError, and OSError if they cannot be read."""
+    return _find_vision(model, revision) is not None
 
 
 def find_image_reader(
@@ -173,5 +186,28 @@ def find_image_reader(
     dtype: str | None = None,
 ) -> ImageReader | None:
     """What reads the images of a model's prompts; None if it reads none. Arguments as of ImageReader; revision: of a
-    hub id."""
-    return None
+    hub id. Raises as `reads_images`."""
+    if (found := _find_vision(model, revision)) is None:
+        return None
+    from nanovllm.models.vision import load_processor
+
+    spec, directory = found
+    return ImageReader(spec, tokenizer, lambda: load_processor(spec, directory), rules, dtype)
+
+
+def _find_vision(model: str, revision: str | None) -> "tuple[VisionSpec, str] | None":
+    from nanovllm.models.presets import find_preset
+
+    found = find_directory(model, "model")
+    if found is None and find_preset(model) is not None:
+        return None
+    directory = str(found or download(model, "model", OTHER_FILES, revision))
+    config = Path(directory, "config.json")
+    # Before torch is imported, which takes seconds.
+    if not config.exists() or "vision_config" not in read_json(config):
+        return None
+    from nanovllm.models.hf_config import read_hf_config
+    from nanovllm.models.registry import find_vision
+
+    spec = find_vision(read_hf_config(directory))
+    return None if spec is None else (spec, directory)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.text.chat import Messages, Template, TemplateRenderer, Tool, Variables
-from nanovllm.engine.text.prompts import Prompt, read_prompt
+from nanovllm.engine.text.prompts import Prompt, has_images, read_prompt
 from nanovllm.utils.checks import half_pair
 
 if TYPE_CHECKING:
@@ -29,13 +29,16 @@ class PromptEncoder:
         tokenizer: "PreTrainedTokenizerBase | None",
         max_len: int | None = None,
         remedy: str = "shorten it, or raise max_model_len",
+        read_images: Callable[[Any], list[int] | str] | None = None,
     ):
         """
         Args:
             tokenizer: None accepts token ids only.
             max_len: tokens of the longest sequence, at most. None is unknown: a text of any length is tokenized.
             remedy: what to do about a text that is longer.
+            read_images: makes token ids of a prompt with images, or raises ValueError or TypeError. None refuses them.
         """
+        self._read_images = read_images
         self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
         self._renderer = TemplateRenderer(tokenizer)
         self._write_images: Callable[[str], str] = str
@@ -51,7 +54,7 @@ class PromptEncoder:
         texts: dict[int, str] = {}  # index of the prompt -> its text
         for i, prompt in enumerate(prompts):
             try:
-                found.append(prompt if type(prompt) in (list, str) else read_prompt(prompt))
+                found.append(prompt if type(prompt) in (list, str) else self._read(prompt))
                 if isinstance(found[i], str):
                     self.check_text(found[i])
                     texts[i] = found[i]
@@ -71,6 +74,9 @@ class PromptEncoder:
                 found[i] = token_ids
         return found
 
+    def _read(self, prompt: Any) -> Any:
+        return self._read_images(prompt) if self._read_images and has_images(prompt) else read_prompt(prompt)
+
     def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[Any]:
         """Token ids of each conversation; of one with images {"prompt_token_ids": ..., "images": their sources}. The
         arguments are those of TemplateRenderer.render. Raises ValueError or TypeError, naming the argument or the
@@ -79,7 +85,10 @@ class PromptEncoder:
         texts = [each.text for each in rendered]
         for i, each in enumerate(rendered):
             if each.images:
-                texts[i] = self._write_images(each.text)
+                try:
+                    texts[i] = self._write_images(each.text)
+                except ValueError as error:
+                    raise ValueError(f"conversation {i}: {error}") from error
         # The template writes the special tokens.
         encoded = self.encode(texts, add_special_tokens=False)
         for i, token_ids in enumerate(encoded):

@@ -187,7 +187,7 @@ class GeneratePreparer:
         reader: Any = self._images
         try:
             reader.check_places(line.prompt, len(line.images))
-            images = tuple(map(reader.read, line.images))
+            images = tuple(reader.read_all(line.images))
             return prepared._replace(line=line._replace(prompt=reader.expand(line.prompt, images), images=images))
         except (TypeError, ValueError, OSError, MemoryError) as error:
             return prepared._replace(line=None, error=str(error) or type(error).__name__)
