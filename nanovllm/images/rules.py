@@ -41,6 +41,7 @@ class ImageRules:
     # Of one image that is fetched, with its redirects, from the first question to its last byte.
     remote_seconds: float = option(20.0, number(_LEAST, 3600, f"a number in {_LEAST}..3600"))
     max_redirects: int = option(3, integer(0, 20))
+    max_images: int = option(1000, integer(1, 2**20))  # of a prompt
 
     def __post_init__(self) -> None:
         check_rules(self)

@@ -198,3 +198,46 @@ def test_the_reading_process_reads_images(path, scans, expected, tmp_path):
     assert done.returncode == 0, done.stderr[-2000:]
     names = ("a.png", "b.png")
     assert {row["id"]: row["text"] for row in read_folder(tmp_path / "answers")} == {n: expected[n] for n in names}
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(llm, tmp_path_factory):
+    for name in ("starlette", "uvicorn", "openai"):
+        pytest.importorskip(name, reason="needs the extra serve and openai")
+    from served import Served
+
+    served = Served(llm, tmp_path_factory.mktemp("batches"))
+    yield served.client
+    served.end()
+
+
+def test_the_server_reads_images_that_requests_hold(client, scans, expected):
+    url = f"data:image/png;base64,{base64.b64encode((scans / 'b.png').read_bytes()).decode()}"
+    options = {"temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    messages = ask({"type": "image_url", "image_url": {"url": url}})
+    answer = client.chat.completions.create(model="tiny", messages=messages, **options)
+    assert answer.choices[0].message.content == expected["b.png"]
+    text = client.chat.completions.create(model="tiny", messages=ask(), **options)
+    assert answer.usage.prompt_tokens == text.usage.prompt_tokens + 8 + 2  # its rows, between two marks
+    parts = client.chat.completions.create(model="tiny", messages=messages, stream=True, **options)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected["b.png"]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("/etc/hostname", "files are not read here"),
+        ("file:///etc/hostname", "files are not read here"),
+        ("http://169.254.169.254/latest/meta-data", "allow_remote"),
+        ("data:image/png;base64,AAAA", "it is no image"),
+    ],
+)
+def test_the_server_reads_no_others_by_default(client, url, said):
+    import openai
+
+    messages = ask({"type": "image_url", "image_url": {"url": url}})
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(model="tiny", messages=messages)

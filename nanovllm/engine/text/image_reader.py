@@ -122,13 +122,21 @@ class ImageReader:
         return self._spec.write_images(text, self._tokenizer)
 
     def check_places(self, token_ids: Sequence[int], num_images: int) -> None:
-        """Raises ValueError unless a prompt has one token for each of its images. Nothing is read for it."""
+        """Raises ValueError unless a prompt has one token for each of its images, and no more than are allowed. Nothing
+        is read for it."""
         num_places = sum(token == self._spec.placeholder_id for token in token_ids)
         if num_places != num_images:
             raise ValueError(
                 f"its prompt has {num_places} place{'s' * (num_places != 1)} for images, and it has {num_images} "
                 f"image{'s' * (num_images != 1)}: each needs one place, which chat templates write"
             )
+
+        self.check_number(num_images)
+
+    def check_number(self, num_images: int) -> None:
+        """Raises ValueError for more images than a prompt may have."""
+        if num_images > self._rules.max_images:
+            raise ValueError(f"it has {num_images} images; a prompt may have {self._rules.max_images}")
 
     def read(self, source: Any) -> PackedImage:
         """An image in any form of `read_image`, or one that has been read before. Raises as `read_image`, and
@@ -149,7 +157,8 @@ class ImageReader:
         return PackedImage.of(ImageInput.of(processed, found.sha256), self._dtype)
 
     def read_all(self, sources: Sequence[Any]) -> list[PackedImage]:
-        """Raises as `read`, with the index of the image."""
+        """Raises as `read`, with the index of the image, and as `check_number`."""
+        self.check_number(len(sources))
         images = []
         for i, source in enumerate(sources):
             try:
