@@ -59,6 +59,14 @@ _QWEN3_5_TEXT = {
     "head_dim": 32,  # of which RoPE turns a half
     "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
 }
+_GEMMA3_TEXT = {
+    **{"sliding_window": 13, "sliding_window_pattern": 2, "rope_theta": 700.0, "rope_local_base_freq": 30.0},
+    **{"query_pre_attn_scalar": 50, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+}
+_SIGLIP = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 64, "patch_size": 8, "vision_use_head": False},
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 VISION_FAMILIES = {
@@ -76,6 +84,13 @@ VISION_FAMILIES = {
         _QWEN_TOWER,
         _QWEN_TOKENS,
         _QWEN_PROCESSOR,
+    ),
+    "gemma3": VisionFamily(
+        "Gemma3ForConditionalGeneration",
+        _GEMMA3_TEXT,
+        _SIGLIP,
+        {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END, "mm_tokens_per_image": 16},
+        ("Gemma3ImageProcessorPil", {"size": {"height": 64, "width": 64}}),
     ),
     "qwen3_5_moe": VisionFamily(
         "Qwen3_5MoeForConditionalGeneration",
@@ -125,9 +140,11 @@ class VisionReference:
         if images:
             found = self._processor(images=images, return_tensors="pt")
             given = dict(found)
-            counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
+            is_qwen = "image_grid_thw" in found
+            counts = iter((found["image_grid_thw"].prod(1) // 4).tolist() if is_qwen else [16] * len(images))
             token_ids = [x for token in token_ids for x in [token] * (next(counts) if token == IMAGE else 1)]
-            given["mm_token_type_ids"] = (torch.tensor([token_ids]) == IMAGE).int()
+            given.pop("num_crops", None)
+            given["mm_token_type_ids" if is_qwen else "token_type_ids"] = (torch.tensor([token_ids]) == IMAGE).int()
         out = self.model.generate(
             torch.tensor([token_ids]),
             attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
