@@ -5,7 +5,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
-from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends.image_attention import ImageAttention, ImageSpan
 from nanovllm.layers.layernorm import Normed
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderModel
@@ -79,8 +78,11 @@ class SeeingDecoder(DecoderForCausalLM):
                     f"deepstack_visual_indexes: {spec.num_added} layers, for which num_hidden_layers="
                     f"{config.num_hidden_layers} is too few: the last layer's output is the model's"
                 )
-            for layer in self.model.modules() if spec.is_bidirectional else ():
-                if isinstance(layer, Attention):
-                    vars(layer)["backend"] = ImageAttention(layer.backend)  # type: ignore[arg-type] (it has one)
+            if spec.is_bidirectional:
+                windows = self.checked_spec(config).windows
+                for layer, window in zip(self.model.layers, windows, strict=True):
+                    if spec.both_ways_in == "all layers" or window is not None:
+                        attention: Any = layer.self_attn.attn
+                        attention.backend = ImageAttention(attention.backend)
             self.vision = spec.make_tower().eval()
             vars(self)["checkpoint_prefixes"] = type(self).checkpoint_prefixes | spec.prefixes

@@ -167,7 +167,7 @@ class ImageColumns(Columns):
         for first, length, to in work.kept:  # before others are kept in their place
             rows[to : to + length] = self._kept[first : first + length]
         for batch in self._batches(work.encoded):
-            images = [each.image._replace(pixel_values=self._send(each.image.pixel_values)) for each in batch]
+            images = [self._send(each.image) for each in batch]
             found = self._spec.encode(self._tower, images).split([image.num_rows for image in images])
             for each, own in zip(batch, found, strict=True):
                 for first, length, to in each.pieces:
@@ -178,8 +178,10 @@ class ImageColumns(Columns):
                     self._kept_key = each.key
         return rows
 
-    def _send(self, pixels: Tensor) -> Tensor:
-        return pixels.to(self._device, self._dtype, non_blocking=True)
+    def _send(self, image: ProcessedImage) -> ProcessedImage:
+        pixels = image.pixel_values.to(self._device, self._dtype, non_blocking=True)
+        extra = {name: array.to(self._device, non_blocking=True) for name, array in image.extra.items()}
+        return image._replace(pixel_values=pixels, extra=extra)
 
     def _batches(self, encoded: list[_Encoded]) -> Iterator[list[_Encoded]]:
         """The images in batches of up to max_patches; of a larger image, one alone."""
