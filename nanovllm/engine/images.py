@@ -19,11 +19,13 @@ class ImageInput:
         pixel_values: what the tower reads, any float dtype, on the host. Its shape is the family's:
             Qwen3-VL, Qwen3.5: [num_patches, channels * frames * patch_size ** 2], in the order of the image processor.
             Gemma 3: [1, channels, image_size, image_size].
+            Gemma 4: [1, num_patches, patch_size ** 2 * channels], padding included; and in `extra` "positions", int64
+            [1, num_patches, 2], the column and the line of each patch, -1 for padding.
         grid: (frames, rows, columns) of the patches; None where all images of the family have the same number.
         num_rows: how many rows of embeddings, and so placeholder tokens, the image has.
         content_hash: SHA-256 of what was decoded (32 bytes): the mode, the size and the pixels, before the image
             processor. Equal hashes stand for equal images, whatever file they came from.
-        extra: further arrays that the tower reads, by name.
+        extra: further tensors that the tower reads, by name.
     """
 
     pixel_values: torch.Tensor

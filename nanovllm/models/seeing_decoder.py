@@ -1,9 +1,11 @@
 """A decoder that sees images: rows of embeddings stand in for placeholder tokens."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from torch import Tensor
 
+from nanovllm.layers.backends.image_attention import ImageAttention, ImageSpan
 from nanovllm.layers.layernorm import Normed
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderModel
 from nanovllm.models.vision import VisionSpec
@@ -16,10 +18,12 @@ class ImageRows(NamedTuple):
     Attributes:
         at: int64 [num_image_tokens], where in the batch the rows stand.
         rows: [num_image_tokens, row_size]: the row of each, and what it adds to the outputs of the first layers.
+        spans: of each image that attends in both directions.
     """
 
     at: Tensor
     rows: Tensor
+    spans: Sequence[ImageSpan] = ()
 
 
 class SeeingModel(DecoderModel):
@@ -74,5 +78,11 @@ class SeeingDecoder(DecoderForCausalLM):
                     f"deepstack_visual_indexes: {spec.num_added} layers, for which num_hidden_layers="
                     f"{config.num_hidden_layers} is too few: the last layer's output is the model's"
                 )
+            if spec.is_bidirectional:
+                windows = self.checked_spec(config).windows
+                for layer, window in zip(self.model.layers, windows, strict=True):
+                    if spec.both_ways_in == "all layers" or window is not None:
+                        attention: Any = layer.self_attn.attn
+                        attention.backend = ImageAttention(attention.backend)
             self.vision = spec.make_tower().eval()
             vars(self)["checkpoint_prefixes"] = type(self).checkpoint_prefixes | spec.prefixes

@@ -24,7 +24,7 @@ class ProcessedImage(NamedTuple):
         pixel_values: what the vision tower reads, any float dtype, in the shape that the family's `encode` expects.
         grid: (frames, rows, columns) of the image's patches; None where all images have the same number.
         num_rows: how many rows of embeddings the tower makes of it, each for one placeholder token.
-        extra: further arrays that the tower reads, by name.
+        extra: further tensors that the tower reads, by name.
     """
 
     pixel_values: Tensor
@@ -54,6 +54,7 @@ class VisionSpec(ABC):
         max_image_rows: rows of the largest image that the engine accepts.
         is_bidirectional: whether the rows of an image attend to each other in both directions. Then a prefill computes
             all of them in one step.
+        both_ways_in: the layers in which they do: "all layers" or "layers with a window".
         has_axes: whether a token's position has three parts (M-RoPE): `positions` and `axes` say which.
         processor: the name of transformers' image processor, for a checkpoint that names none.
     """
@@ -64,6 +65,7 @@ class VisionSpec(ABC):
     patches_per_row: int
     max_image_rows: int
     is_bidirectional: bool = False
+    both_ways_in: ClassVar[str] = "all layers"
     has_axes: ClassVar[bool] = False
     processor: ClassVar[str]
 

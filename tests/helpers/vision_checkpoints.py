@@ -59,6 +59,25 @@ _QWEN3_5_TEXT = {
     "head_dim": 32,  # of which RoPE turns a half
     "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
 }
+_GEMMA3_TEXT = {
+    **{"sliding_window": 13, "sliding_window_pattern": 2, "rope_theta": 700.0, "rope_local_base_freq": 30.0},
+    **{"query_pre_attn_scalar": 50, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+}
+_SIGLIP = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 64, "patch_size": 8, "vision_use_head": False},
+}
+_GEMMA4_TEXT = {
+    **{"sliding_window": 13, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 32},
+    **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "attention_k_eq_v": True},
+    **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+}
+_GEMMA4_TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2},
+    **{"position_embedding_size": 64, "standardize": True},
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
 _EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
 VISION_FAMILIES = {
@@ -77,6 +96,20 @@ VISION_FAMILIES = {
         _QWEN_TOKENS,
         _QWEN_PROCESSOR,
     ),
+    "gemma3": VisionFamily(
+        "Gemma3ForConditionalGeneration",
+        _GEMMA3_TEXT,
+        _SIGLIP,
+        {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END, "mm_tokens_per_image": 16},
+        ("Gemma3ImageProcessorPil", {"size": {"height": 64, "width": 64}}),
+    ),
+    "gemma4": VisionFamily(
+        "Gemma4ForConditionalGeneration",
+        _GEMMA4_TEXT,
+        _GEMMA4_TOWER,
+        {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None},
+        ("Gemma4ImageProcessorPil", {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2}),
+    ),
     "qwen3_5_moe": VisionFamily(
         "Qwen3_5MoeForConditionalGeneration",
         _QWEN3_5_TEXT | _EXPERTS,
@@ -93,6 +126,9 @@ def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
     config = AutoConfig.for_model(family, **parts, **row.fields, tie_word_embeddings=False)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith((".std_bias", ".std_scale")):  # of Gemma 4's tower
+            buffer.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
     model.save_pretrained(directory)
     name, options = row.processor
     getattr(transformers, name)(**options).save_pretrained(directory)
@@ -125,9 +161,14 @@ class VisionReference:
         if images:
             found = self._processor(images=images, return_tensors="pt")
             given = dict(found)
-            counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
+            if "image_grid_thw" in found:
+                counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
+            else:
+                counts = iter(given.pop("num_soft_tokens_per_image", [16] * len(images)))
             token_ids = [x for token in token_ids for x in [token] * (next(counts) if token == IMAGE else 1)]
-            given["mm_token_type_ids"] = (torch.tensor([token_ids]) == IMAGE).int()
+            given.pop("num_crops", None)
+            is_gemma3 = self.model.config.model_type == "gemma3"
+            given["token_type_ids" if is_gemma3 else "mm_token_type_ids"] = (torch.tensor([token_ids]) == IMAGE).int()
         out = self.model.generate(
             torch.tensor([token_ids]),
             attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),

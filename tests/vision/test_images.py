@@ -4,6 +4,7 @@ import math
 import shutil
 from copy import copy
 from functools import cache
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.images import ImagePrompt
 from nanovllm.engine.start.memory import largest_prefill
 from nanovllm.fit import needs
+from nanovllm.models.gemma3 import Gemma3Vision
 from nanovllm.models.model_size import meta_model
 
 pytest.importorskip("PIL", reason="needs Pillow")
@@ -78,8 +80,7 @@ def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case, fami
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
         outputs = generate(llm, case.prompts[::-1], greedy(NUM_TOKENS))
         assert [output["token_ids"] for output in outputs] == case.expected[::-1]
-        # One of them has a block, or for linear attention a chunk.
-        assert outputs[0]["num_cached_tokens"] >= 64
+        assert outputs[0]["num_cached_tokens"] >= (16 if family == "gemma3" else 64)  # blocks, or a chunk of states
         assert_idle(llm)
 
 
@@ -88,13 +89,16 @@ def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case, fami
 def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
     encoded = []
     limits = {"num_kvcache_blocks": 8, "max_num_batched_tokens": 23, "max_num_seqs": 4, "max_model_len": 112}
+    if family == "gemma4":  # whose images have 70 rows, small ones too
+        limits |= {"num_kvcache_blocks": 20, "max_num_batched_tokens": 75, "max_model_len": 300}
     with make_llm(case.path, **limits, overlap_steps=overlap_steps, enable_prefix_caching=False) as llm:
         llm.model_runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
         assert complete(llm, case.prompts * 2, greedy(NUM_TOKENS)) == case.expected * 2
         assert llm.scheduler.num_preemptions > 0
         assert_idle(llm)
-    # Three chunks have the 64 rows of the large image, but the tower computes it once for each of the two prompts.
-    assert encoded.count(4 * 64) == 2
+    if family.startswith("qwen"):  # Chunks of the others cut no image.
+        # Three chunks have the 64 rows of the large image, but the tower computes it once for each of the two prompts.
+        assert encoded.count(4 * 64) == 2
 
 
 @each_family("qwen3_5_moe")
@@ -106,7 +110,9 @@ def test_equal_tokens_of_other_images_are_not_shared(case, family):
     expected = case.reference.greedy(prompts, 6)
     assert expected[0] != expected[1]
     with make_llm(case.path) as llm:
-        counts = (0, 16, 80, 80) if family == "qwen3_vl" else (0, 0, 64, 64)  # whole blocks, or chunks
+        # Whole blocks, or chunks of states. Gemma's images have 16 rows.
+        known = {"qwen3_vl": (0, 16, 80, 80), "gemma3": (0, 16, 32, 32), "gemma4": (0, 16, 80, 80)}
+        counts = known.get(family, (0, 0, 64, 64))
         for prompt, completion, num_cached in zip(prompts * 2, expected * 2, counts, strict=True):
             (output,) = generate(llm, [prompt], greedy(6))
             assert (output["token_ids"], output["num_cached_tokens"]) == (completion, num_cached)
@@ -139,7 +145,7 @@ def test_batches_of_patches(case):
 
 @each_family("qwen3_5_moe")
 def test_two_ranks(case, family):
-    with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=50) as llm:
+    with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=75 if family == "gemma4" else 50) as llm:
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
 
 
@@ -212,6 +218,28 @@ def test_wrong_images_are_errors_of_their_request(case, change, error, message):
         outputs = llm.generate([case.prompts[0] | change, case.prompts[2]], greedy(2), False, on_error="return")
         assert "error" in outputs[0]
         assert outputs[1]["token_ids"] == case.expected[2][:2]
+
+
+@needs_family("gemma3")
+def test_an_image_that_no_step_has_room_for(make_case):
+    case = make_case("gemma3")
+    with make_llm(case.path, max_num_batched_tokens=15) as llm:
+        with pytest.raises(ValueError, match=r"takes 16 tokens, .* in one step: raise max_num_batched_tokens=15"):
+            generate(llm, case.prompts[:1], greedy(2))
+        assert complete(llm, case.prompts[2:3], greedy(NUM_TOKENS)) == case.expected[2:3]
+
+
+@needs_family("gemma3")
+def test_gemmas_text_around_an_image():
+    class Tokenizer:
+        convert_ids_to_tokens = staticmethod({BEGIN: "<begin>", IMAGE: "<row>", END: "<end>"}.get)
+
+    fields = {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END, "mm_tokens_per_image": 16}
+    config = SimpleNamespace(vision=fields | {"vision_config": {"image_size": 64, "patch_size": 8}}, hidden_size=64)
+    spec = Gemma3Vision(config)
+    assert spec.write_images("a <begin> b <begin>", Tokenizer) == (
+        "a \n\n<begin><row><end>\n\n b \n\n<begin><row><end>\n\n"
+    )
 
 
 def test_only_completions_can_be_asked_for(case):

@@ -72,6 +72,12 @@ class ImagePrompts:
                     f"images[{i}]: takes {image.num_rows} tokens, and this engine accepts images of {most} at most: "
                     "make it smaller, or raise max_model_len"
                 )
+            budget = self._config.max_num_batched_tokens
+            if self._spec.is_bidirectional and image.num_rows > budget:
+                raise ValueError(
+                    f"images[{i}]: takes {image.num_rows} tokens, which this model computes in one step: raise "
+                    f"max_num_batched_tokens={budget}"
+                )
         tokens = as_array(list(prompt.token_ids), self._config.hf_config.vocab_size)
         images = [self._in_dtype(image) for image in prompt.images]
         return ImageTokens(tokens, PlacedImages(self._spec, tokens, images))

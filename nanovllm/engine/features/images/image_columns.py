@@ -10,6 +10,7 @@ from torch import Tensor
 from nanovllm.engine.features.columns import Columns, ContextFields
 from nanovllm.engine.features.images.image_sequence import ImageSequence, PlacedImage
 from nanovllm.engine.step import Rows, Step
+from nanovllm.layers.backends.image_attention import ImageSpan
 from nanovllm.models.seeing_decoder import ImageRows, SeeingDecoder
 from nanovllm.models.vision import ProcessedImage
 
@@ -42,6 +43,7 @@ class _ImageWork(NamedTuple):
     num_rows: int  # that the step's prompts need
     kept: list[_Piece]  # of the image that the step before has kept
     encoded: list[_Encoded]
+    spans: list[ImageSpan]  # where images attend in both directions
 
 
 class ImageColumns(Columns):
@@ -94,10 +96,10 @@ class ImageColumns(Columns):
     # -- prefills ----------------------------------------------------------------------------------------------------
 
     def prefill(self, step, rows):
-        work, at = _ImageWork(0, [], []), list[np.ndarray]()
+        work, at = _ImageWork(0, [], [], []), list[np.ndarray]()
         known: dict[bytes, _Encoded] = {}  # what this step computes, by content
         firsts = rows.heads + 1 - [seq.num_scheduled_tokens for seq in step.seqs]  # rows of the batch
-        for seq, first in zip(step.seqs, firsts.tolist(), strict=True):
+        for owner, (seq, first) in enumerate(zip(step.seqs, firsts.tolist(), strict=True)):
             if not isinstance(seq, ImageSequence):
                 continue
             begin, end = seq.num_cached_tokens, seq.num_cached_tokens + seq.num_scheduled_tokens
@@ -108,6 +110,8 @@ class ImageColumns(Columns):
                 at.append(np.arange(start, stop) - begin + first)
                 piece = _Piece(start - placed.start, stop - start, work.num_rows)
                 work = work._replace(num_rows=work.num_rows + piece.length)
+                if self._spec.is_bidirectional:
+                    work.spans.append(ImageSpan(start - begin + first, piece.length, start, owner))
                 key = seq.seq_id, index
                 if key == self._kept_key:
                     work.kept.append(piece)
@@ -137,7 +141,7 @@ class ImageColumns(Columns):
             return {}
         fields: ContextFields = {}
         if work.num_rows:
-            fields["images"] = ImageRows(arrays["image_rows"], self._rows(work))
+            fields["images"] = ImageRows(arrays["image_rows"], self._rows(work), work.spans)
         if self._spec.has_axes:
             fields |= self._rotation(arrays["rope_axes"])
         return fields
@@ -163,7 +167,7 @@ class ImageColumns(Columns):
         for first, length, to in work.kept:  # before others are kept in their place
             rows[to : to + length] = self._kept[first : first + length]
         for batch in self._batches(work.encoded):
-            images = [each.image._replace(pixel_values=self._send(each.image.pixel_values)) for each in batch]
+            images = [self._send(each.image) for each in batch]
             found = self._spec.encode(self._tower, images).split([image.num_rows for image in images])
             for each, own in zip(batch, found, strict=True):
                 for first, length, to in each.pieces:
@@ -174,8 +178,10 @@ class ImageColumns(Columns):
                     self._kept_key = each.key
         return rows
 
-    def _send(self, pixels: Tensor) -> Tensor:
-        return pixels.to(self._device, self._dtype, non_blocking=True)
+    def _send(self, image: ProcessedImage) -> ProcessedImage:
+        pixels = image.pixel_values.to(self._device, self._dtype, non_blocking=True)
+        extra = {name: array.to(self._device, non_blocking=True) for name, array in image.extra.items()}
+        return image._replace(pixel_values=pixels, extra=extra)
 
     def _batches(self, encoded: list[_Encoded]) -> Iterator[list[_Encoded]]:
         """The images in batches of up to max_patches; of a larger image, one alone."""
