@@ -32,6 +32,8 @@ with QuickExit():
     from nanovllm.commands.verbosity import NORMAL, add_verbosity, set_up_logging
     from nanovllm.commands.verify import add_verify
     from nanovllm.engine_options import EngineOptions
+    from nanovllm.images.rules import OPTIONS as IMAGE_OPTIONS
+    from nanovllm.images.rules import ImageRules
     from nanovllm.sampling_params import SamplingParams
     from nanovllm.utils.command_options import add_options
     from nanovllm.utils.pages import page
@@ -122,7 +124,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     )
     add = parser.add_argument
     several: Any = {"nargs": "+", "action": "extend"}
-    add("-i", "--input", **several, required=True, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
+    add("-i", "--input", **several, metavar="FILE", help="JSON lines, also .gz, or Parquet; globs; URLs")
     add("-o", "--output", metavar="FOLDER", help="where the answers go, or one file (answers.jsonl)")
     add("model", metavar="MODEL", help="a directory or a hub id")
     help = "what is done with lines: vectors, classes, ranks, or texts (default: generate)"
@@ -150,6 +152,12 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     add("--price-per-hour", type=float, metavar="PRICE", help="of all that the job runs on: say what the job costs")
     add("--replicas", type=int, metavar="N", help="run N engines by Ray, each on tensor_parallel_size GPUs")
     add("--ray-address", metavar="ADDRESS", help="run on this Ray cluster, such as 'auto' (default: this machine)")
+    images = parser.add_argument_group("images (docs/images.md)")
+    help = "instead of --input: files or globs of images, each of them a line that asks --prompt"
+    images.add_argument("--images", **several, metavar="FILE", help=help)
+    images.add_argument("--prompt", metavar="TEXT", help="what is asked of each of --images")
+    images.add_argument("--image-column", metavar="NAME", help="the column of a line's images (default: images)")
+    add_options(images, ImageRules, IMAGE_OPTIONS, other_defaults={"image_root": "that of the images, or of the input"})
     vectors = parser.add_argument_group("--task embed and rerank")
     help = "of which tokens a vector is made: auto, last, mean or cls (default: as the model's files say)"
     vectors.add_argument("--pooling", metavar="NAME", help=help)
@@ -209,10 +217,17 @@ def _run_batch(options: argparse.Namespace) -> int:
         options.parser.error("the following arguments are required: -o/--output")
     if options.sample is not None and not options.dry_run:
         options.parser.error("argument --sample: needs --dry-run")
+    if options.input is None and options.images is None:
+        options.parser.error("the following arguments are required: -i/--input or --images")
+    if options.input is not None and options.images is not None:
+        options.parser.error("argument --images: not allowed with -i/--input: a job has one kind of lines")
+    if (options.prompt is None) != (options.images is None):
+        options.parser.error("argument --prompt: is asked of --images, and they need it")
     # To go on with a job, the command is repeated without these.
     once = {"--overwrite"} | ({"--retry-errors"} if options.retry_errors is True else set())
     given = given_options(options)
     given.pop("dry_run")
+    given.setdefault("input", None)
     for name, key in (("json_schema", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar")):
         if name in given:
             given["structured_outputs"] = {key: given.pop(name)}
@@ -312,6 +327,8 @@ def _add_serve(commands: Any) -> None:
     parser.add_argument("--access-log", action="store_true", help="write a line about each request to standard error")
     hosts_help = "names by which clients without a key may call the server, beside addresses and localhost"
     parser.add_argument("--allowed-hosts", nargs="+", action="extend", metavar="NAME", help=hosts_help)
+    images = parser.add_argument_group("images (docs/images.md)")
+    add_options(images, ImageRules, IMAGE_OPTIONS, other_defaults={"image_root": "no files are read"})
     batches = parser.add_argument_group("batches: /v1/files and /v1/batches (docs/batches.md)")
     batches.add_argument("--batches", metavar="FOLDER", help="serve batches, and keep them and their files here")
     size_help = "MiB of one file that is uploaded (default: 200)"

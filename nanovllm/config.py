@@ -69,6 +69,7 @@ class Config(EngineOptions):
         check_rules(self)
         self._resolve_model()
         self._resolve_task()
+        self._resolve_vision()
         if self.plain:
             self._check_plain()
         self._resolve_device()
@@ -152,6 +153,12 @@ class Config(EngineOptions):
         if head == "vocabulary" and self.task == "embed":
             self.hf_config = copy(self.hf_config)
             leave_out_head(self.hf_config)
+
+    def _resolve_vision(self) -> None:
+        """Leave out a vision tower that no request of this engine could use."""
+        if getattr(self.hf_config, "vision", None) and (self.task != "generate" or self.deterministic):
+            self.hf_config = copy(self.hf_config)
+            self.hf_config.vision = None
 
     def _what_it_has(self, head: str) -> str:
         name = (getattr(self.hf_config, "architectures", None) or ["the model"])[0]

@@ -122,9 +122,25 @@ def needs(config: Config, model: Any = None, is_cpu: bool = False) -> Needs:
     heads = max((c.num_attention_heads + 2 * x.num_kv_heads) * x.head_dim for x in of_layers) // size
     values = 2 * c.hidden_size + max(heads, 3 * c.intermediate_size // size, _expert_values(model, c.hidden_size))
     logits = config.max_num_seqs * c.vocab_size // size
-    activations = (step_tokens(config) * values + logits + _largest_packed(model)) * config.dtype.itemsize
+    images, kept = _image_values(config, model)
+    values_of_step = step_tokens(config) * values + logits + _largest_packed(model)
+    activations = (max(values_of_step + step_tokens(config) * _row_size(model), images) + kept) * config.dtype.itemsize
     weights = sizes.weights + sizes.tables + (packed_head_bytes(config, model) if is_cpu else 0)
     return Needs(weights, activations, sizes.per_block, sizes.per_cell)
+
+
+def _row_size(model: Any) -> int:
+    """Numbers that a placeholder token of an image has beside a token's."""
+    return 0 if model.vision_spec is None else model.vision_spec.row_size
+
+
+def _image_values(config: Config, model: Any) -> tuple[int, int]:
+    """Numbers of the vision tower at work on as many patches as it computes at once, and of the rows that are kept."""
+    spec = model.vision_spec
+    if spec is None:
+        return 0, 0
+    num_rows, num_patches = spec.limits(cast(int, config.max_model_len))
+    return num_patches * spec.values_per_patch(), num_rows * spec.row_size
 
 
 def _expert_values(model: Any, hidden_size: int) -> int:

@@ -76,7 +76,8 @@ class LLM(VectorEngine):
 
         Args:
             messages: a list of {"role": ..., "content": ...}, or a list of such lists. Content is a text, or a list of
-                {"type": "text", "text": ...}.
+                {"type": "text", "text": ...} and, for a model that sees, {"type": "image", "image": ...} or
+                {"type": "image_url", "image_url": {"url": ...}} (docs/images.md).
             sampling_params, use_tqdm: as in generate.
             chat_template: a Jinja template instead of the tokenizer's own, or the file of one.
             chat_template_kwargs: variables of the template, such as {"enable_thinking": False}.
@@ -177,7 +178,7 @@ class LLM(VectorEngine):
         tools: list[Tool] | None,
         split_reasoning: bool,
         split_tool_calls: bool,
-    ) -> tuple[list[list[int]], ChatAnswers | None]:
+    ) -> tuple[list[Any], ChatAnswers | None]:
         """The prompts of conversations, and what splits their answers; None if nothing does."""
         if self.tokenizer is None:
             raise ValueError(f"{method} needs the model's tokenizer, but skip_tokenizer_init is set")

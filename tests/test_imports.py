@@ -24,6 +24,7 @@ OPTIONAL += [
     "matplotlib",
     "prompt_toolkit",
     "shtab",
+    "PIL",
 ]
 
 
@@ -91,6 +92,7 @@ def test_nothing_is_imported_in_a_circle():
         ("layers", ["kernels", "layers", "utils"]),
         ("models", ["kernels", "layers", "models", "utils"]),
         ("utils", ["utils"]),
+        ("images", ["images", "utils"]),
         # Whoever writes jobs or integrations of their own has this API and no other.
         ("jobs", ["jobs", "openai_format", "utils"]),
         ("integrations", ["integrations", "jobs", "openai_format", "utils"]),

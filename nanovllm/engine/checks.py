@@ -25,6 +25,7 @@ class RequestChecker:
 
     Attributes:
         max_seq_len: tokens of the longest sequence, prompt and completion.
+        dtype: torch's, of the model.
     """
 
     def __init__(self, config: Config, num_kvcache_blocks: int | None = None):
@@ -35,6 +36,7 @@ class RequestChecker:
         )
         limit = LengthLimit(config)
         self.max_seq_len = limit.max_seq_len
+        self.dtype: Any = config.dtype
         self._sequences = SequenceMaker(config, load_tokenizer(config.model, config.tokenizer), limit)
 
     def check(

@@ -233,7 +233,7 @@ def send_prefill(step: Step, device: torch.device, columns: AbstractSequence[Col
     ends, ends_of_keys = (step.arrays[name] for name in ("cu_seqlens_q", "cu_seqlens_k"))
     more = ContextFields()
     for each in columns:
-        more |= each.prefill_context(tensors)
+        more |= each.prefill_context(tensors, step)
     context = Context(
         is_prefill=True,
         cu_seqlens_q=tensors["cu_seqlens_q"],

@@ -154,7 +154,7 @@ class ModelRunner:
             return
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
-        self._compute(largest_prefill(self.config, self.device))
+        self._compute(largest_prefill(self.config, self.device, self.decode_inputs.columns))
         torch.cuda.synchronize(self.device)
 
     def allocate_kv_cache(self) -> None:

@@ -4,7 +4,7 @@ import logging
 import os
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,15 +13,17 @@ from nanovllm import (
     LLM,
     AnswerFormat,
     Config,
+    ImageRules,
     PromptEncoder,
     RequestChecker,
     check_options,
     find_format,
     find_tokenizer,
+    reads_images,
 )
 from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.reader import ReadPlan
+from nanovllm.jobs.reader import ImagePlan, ReadPlan
 from nanovllm.jobs.tasks.all_tasks import make_task
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.openai_format.request_names import SAMPLING_OPTIONS, Row
@@ -59,6 +61,8 @@ class Arguments:
         block_size: tokens of a KV cache block.
         max_len: tokens of the longest sequence, at most; None if only the model's files say it.
         chat_format: the name of the format of answers to chats; None: found.
+        image_rules: which images lines may name; by default those that they hold themselves, as data: URLs. None
+            refuses all.
     """
 
     def __init__(self, model: Model, options: Row, task: str = "generate", **of_lines: Any):
@@ -66,6 +70,7 @@ class Arguments:
         TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
         self.model = model
+        self.image_rules: ImageRules | None = ImageRules()
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
         of_engine = vars(model.config) if isinstance(model, LLM) else self.engine_options
         self.keeps_receipts = bool(of_engine.get("deterministic"))
@@ -90,6 +95,7 @@ class Arguments:
             self.chat_format = self.engine_options.get("chat_format")
             self.block_size = self.engine_options.get("kvcache_block_size", Config.kvcache_block_size)
             self.max_len = self.engine_options.get("max_model_len", Config.max_model_len)
+        self._dtype: str | None = None  # torch's name of the model's, when it is known
 
     @property
     def line_format(self) -> Columns:
@@ -109,7 +115,20 @@ class Arguments:
             self.max_len,
             inputs.names,
             self.chat_format,
+            self._image_plan,
+            inputs.image_prompt,
         )
+
+    @cached_property
+    def _image_plan(self) -> ImagePlan | None:
+        """None if the model reads no images, or if only other machines have it."""
+        if self.task.name != "generate" or self.image_rules is None:
+            return None
+        with suppress(FileNotFoundError):
+            if reads_images(self.model_name, self.engine_options.get("revision")):
+                dtype = str(self.model.config.dtype) if isinstance(self.model, LLM) else self._dtype
+                return ImagePlan(self.model_name, self.image_rules, dtype and dtype.removeprefix("torch."))
+        return None
 
     def check_engine(self, is_elsewhere: bool) -> None:
         """Raises what `engine` would for a wrong option or model, without loading weights. is_elsewhere: on other
@@ -129,6 +148,7 @@ class Arguments:
         checker = self._checker(is_elsewhere)
         if checker is not None:
             self.task = self.task.of_model(checker)
+            self._dtype = str(checker.dtype)
         return checker
 
     def _checker(self, is_elsewhere: bool) -> RequestChecker | None:

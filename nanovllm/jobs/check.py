@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, cast
 from nanovllm import RequestChecker
 from nanovllm.jobs.arguments import Arguments, Model, line_bar
 from nanovllm.jobs.first_lines import check_first_lines, error_of_call
+from nanovllm.jobs.image_options import ask_images, folder_of, image_rules
 from nanovllm.jobs.inputs import Inputs, find_files, scan
 from nanovllm.jobs.lines import Row
 from nanovllm.jobs.prepared import Prepared
@@ -56,10 +57,11 @@ class Check(NamedTuple):
     data: list[str]  # other columns, which answers repeat
     estimate: Estimate | None  # with a sample, unless none of its lines could be answered
     task: str = "generate"
+    num_images: int = 0  # of the lines that can be served
 
 
 def check_batch(
-    input: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    input: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
     model: Model,
     *,
     task: str = "generate",
@@ -78,6 +80,13 @@ def check_batch(
     prompt_name: str | None = None,
     embedding_dtype: str = "float32",
     instruction: str | None = None,
+    image_column: str | None = None,
+    images: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    prompt: str | None = None,
+    image_root: str | os.PathLike[str] | None = None,
+    allow_remote: bool = False,
+    max_image_mib: float | None = None,
+    max_image_megapixels: float | None = None,
     sample: int | None = None,
     replicas: int | None = None,
     price_per_hour: float | None = None,
@@ -116,8 +125,14 @@ def check_batch(
         prompt_name=prompt_name,
         embedding_dtype=embedding_dtype,
         instruction=instruction,
+        image_column=image_column,
     )
-    inputs = Inputs(find_files(input), id_column=id_column)
+    limits = image_root, allow_remote, max_image_mib, max_image_megapixels
+    if images is None and prompt is None:
+        inputs = Inputs(find_files(input), id_column=id_column)  # type: ignore[arg-type]
+        arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
+    else:
+        inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
     with line_bar("Checking ids", use_tqdm) as bar:
         found = scan(inputs, bar.update)
     num_lines = found.num_lines
@@ -125,7 +140,7 @@ def check_batch(
         arguments.line_format.check_columns(found.columns)
     checker = cast(RequestChecker, arguments.checker())
     check_first_lines(arguments, inputs, checker, all_may_fail=True)
-    num_good = num_failed = num_prompt_tokens = max_completion_tokens = 0
+    num_good = num_failed = num_prompt_tokens = max_completion_tokens = num_images = 0
     errors: list[Row] = []
     chosen: list[tuple[Prepared, int]] = []  # with their prompt tokens
     rng = random.Random(0)
@@ -148,6 +163,7 @@ def check_batch(
                 if isinstance(outcome, int):
                     num_prompt_tokens += outcome
                     max_completion_tokens += line.most_completion_tokens(checker.max_seq_len)
+                    num_images += getattr(line, "num_images", 0)
                     if sample is not None:
                         _choose(chosen, (prepared, outcome), sample, num_good, rng)
                     num_good += 1
@@ -163,12 +179,13 @@ def check_batch(
             refuse(prepared, text)
             num_prompt_tokens -= num_tokens[prepared.position]
             max_completion_tokens -= prepared.line.most_completion_tokens(checker.max_seq_len)
+            num_images -= getattr(prepared.line, "num_images", 0)
         if answered.num_lines:
             estimate = _estimate(answered, num_good - len(wrong), replicas or 1, price_per_hour)
     parameters = arguments.line_format.parameter_columns(found.columns)
     data = [name for name in found.columns if name not in parameters and arguments.line_format.copies(name)]
     counts = num_lines, num_failed, num_prompt_tokens, max_completion_tokens
-    return Check(*counts, errors, parameters, data, estimate, task)
+    return Check(*counts, errors, parameters, data, estimate, task, num_images)
 
 
 def _choose(chosen: list[Any], line: Any, num: int, num_before: int, rng: random.Random) -> None:
@@ -194,7 +211,7 @@ def _answer(arguments: Arguments, lines: list[Prepared], use_tqdm: bool) -> tupl
             if "error" in output:
                 wrong.append((prepared, output["error"]))
             num_tokens += task.num_tokens(output)
-            progress.add(task.num_tokens(output), "error" in output)
+            progress.add(task.num_tokens(output), "error" in output, prepared.line)
         seconds = time.perf_counter() - start
         max_num_seqs = llm.config.max_num_seqs
     return Sample(len(good) - len(wrong), num_tokens, seconds, max_num_seqs), wrong

@@ -7,11 +7,11 @@ from typing import Any
 from nanovllm import LLM, RequestChecker
 from nanovllm.jobs.arguments import Arguments
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.prepared import ImagePreparer, Prepared
 from nanovllm.jobs.reader import make_preparer
 from nanovllm.jobs.task import Task
 
-_AT_ONCE = 64  # lines
+_AT_ONCE, _IMAGES_AT_ONCE = 64, 4  # lines
 
 
 def check_first_lines(arguments: Arguments, inputs: Inputs, checker: RequestChecker, all_may_fail: bool) -> None:
@@ -88,6 +88,12 @@ def _without_place(text: str) -> str:
 
 def _batches(arguments: Arguments, inputs: Inputs) -> Iterator[list[Prepared]]:
     preparer = make_preparer(arguments.read_plan(inputs))
+    read: Any = preparer.read_images if isinstance(preparer, ImagePreparer) else lambda prepared: prepared
     lines = enumerate(line for _, line in inputs.lines())
     while batch := list(islice(lines, _AT_ONCE)):
-        yield preparer.prepare(batch)
+        # Images are large: a few lines at a time, and none behind the first line that can be answered.
+        prepared = preparer.prepare(batch)
+        has_images = any(getattr(each.line, "num_images", 0) for each in prepared)
+        size = _IMAGES_AT_ONCE if has_images else _AT_ONCE
+        for start in range(0, len(prepared), size):
+            yield list(map(read, prepared[start : start + size]))

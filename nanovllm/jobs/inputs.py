@@ -18,6 +18,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from nanovllm.jobs.arrow_rows import arrow_rows
+from nanovllm.jobs.image_files import fingerprint_images, image_row
 from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.openai_format.openai_batch import is_request
 from nanovllm.openai_format.request_names import Row
@@ -75,15 +76,29 @@ class Inputs:
     A line's number in the whole job, from 0, is its place. Blank lines have none.
     """
 
-    def __init__(self, paths: list[str], names: list[str] | None = None, id_column: str = "id"):
-        """paths: of `find_files`. names: None if these are all files of the job."""
-        self.paths, self.id_column = paths, id_column
+    def __init__(
+        self,
+        paths: list[str],
+        names: list[str] | None = None,
+        id_column: str = "id",
+        image_prompt: str | None = None,
+    ):
+        """
+        Args:
+            paths: of `find_files`; with image_prompt of `find_images`.
+            names: None if these are all files of the job.
+            image_prompt: what is asked of each file, which is an image and a line of its own. Its name is its id.
+        """
+        self.paths, self.id_column, self.image_prompt = paths, id_column, image_prompt
         if names is None:
             names = [PurePosixPath(path).name for path in paths]
         self.names = names if len(set(names)) == len(names) else paths  # Lines without an id are named by them.
 
     def fingerprints(self) -> list[Row]:
-        """What tells whether a file has changed, of each: its name, its size, and a hash of all its bytes."""
+        """What tells whether a file has changed, of each: its name, its size, and a hash of all its bytes. Of images
+        one for all."""
+        if self.image_prompt is not None:
+            return [{"name": "images"} | fingerprint_images(self.paths, self.names)]
         return [{"name": name} | _fingerprint(path) for name, path in zip(self.names, self.paths, strict=True)]
 
     def lines(self, is_done: np.ndarray | None = None) -> Iterator[tuple[int, RawLine]]:
@@ -104,7 +119,8 @@ class Inputs:
     def _contents(self, is_done: np.ndarray | None) -> Iterator[tuple[int, str, int, bytes | Row]]:
         place = 0
         for path, name in zip(self.paths, self.names, strict=True):
-            for number, content in _rows(path):
+            rows = _rows(path) if self.image_prompt is None else [(1, image_row(name, self.image_prompt))]
+            for number, content in rows:
                 if is_done is not None and place == len(is_done):
                     raise ValueError(f"input: {name}: has got more lines while the job worked")
                 if is_done is None or not is_done[place]:

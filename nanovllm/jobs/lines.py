@@ -1,6 +1,6 @@
 """One line of a job: from a row of input to a request, and from an answer to a row of output. Knows no files."""
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
-from nanovllm import AnswerFormat, Conversation, SamplingParams, as_conversations
+from nanovllm import AnswerFormat, Conversation, SamplingParams, as_conversations, image_sources
 from nanovllm.jobs.columns import Columns, column_name, is_missing
 from nanovllm.openai_format import openai_batch
 from nanovllm.openai_format.request_names import (
@@ -21,14 +21,16 @@ from nanovllm.openai_format.request_names import (
     make_params,
     read_parameters,
 )
-from nanovllm.utils.checks import half_pair, is_whole, quoted
+from nanovllm.utils.checks import half_pair, is_whole, quoted, require
 from nanovllm.utils.rules import FLAG, Rule, option
+from nanovllm.utils.table_values import as_list
 from nanovllm.utils.text_json import decode_json, parse_json
 
 LineId = str | int
 
 ANSWER_KEYS = ("id", "text", "finish_reason", "num_prompt_tokens", "num_completion_tokens")
 PROMPTS = ("prompt", "prompt_token_ids", "messages")
+IMAGES = "images"
 OPTIONAL_KEYS = ("samples", "logprobs", "prompt_logprobs")  # with n > 1, and where a line asks for them
 
 _OBJECT = Rule(lambda value: isinstance(value, dict), "a JSON object")
@@ -57,6 +59,9 @@ class Line(NamedTuple):
     openai: openai_batch.Kind | None = None  # the kind of OpenAI's request, which is answered in OpenAI's format
     split: Split | None = None  # of a chat's answer; None: it stays as written
     asked: SamplingParams | None = None  # what the line itself asks for, if its job keeps receipts; None: params
+    # Those beside a prompt that is no conversation, as `read_image` takes them; when they have been read, PackedImages.
+    images: tuple[Any, ...] = ()
+    num_images: int = 0  # also in a conversation
 
     @property
     def is_chat(self) -> bool:
@@ -71,6 +76,11 @@ class Line(NamedTuple):
     def num_sequences(self) -> int:
         """That an engine computes for it."""
         return self.params.n
+
+    @property
+    def num_image_bytes(self) -> int:
+        """Of its images, when they have been read."""
+        return sum(getattr(image, "num_bytes", 0) for image in self.images)
 
     @property
     def prefix(self) -> list[int]:
@@ -102,6 +112,8 @@ class LineFormat(Columns):
     PROMPTS = PROMPTS
 
     sampling: Row = field(default_factory=dict)  # options of SamplingParams for lines without their own
+    # The column of a line's images: a path or a URL, or a list of them; None: "images" beside a prompt or messages.
+    image_column: str | None = None
     system: str | None = None  # a system message; it makes a conversation of every prompt that is a text
     chat_template: str | None = None  # a Jinja template; None: the tokenizer's
     chat_template_kwargs: Row = field(default_factory=dict, metadata={"rules": (_OBJECT,)})  # its variables
@@ -145,9 +157,13 @@ class LineFormat(Columns):
             # As OpenAI and vLLM do, such a request ends with its answer unless it says otherwise.
             params = self._params({"max_tokens": None} | self.sampling | options, line_id)
             split = self._split_of(given, chat_options) if _is_chat(prompt) else None
-            return Line(prompt, params, {}, self._with_kwargs(chat_options), kind, split)
+            num_images = _num_images(prompt)
+            return Line(prompt, params, {}, self._with_kwargs(chat_options), kind, split, num_images=num_images)
         prompt = self._with_system(_read_prompt(*self._prompt(row)))
         is_chat = _is_chat(prompt)
+        images = self._images(row)
+        if is_chat and images:
+            prompt, images = _with_images(prompt, images), ()  # type: ignore[arg-type]
         given = {name: value for name, value in row.items() if self._is_parameter(name, value, is_chat)}
         options, chat_options = read_parameters(given, is_chat)
         columns = {
@@ -157,7 +173,33 @@ class LineFormat(Columns):
         }
         params = self._params(self.sampling | options, line_id)
         split = self._split_of(row if self.line_parameters else {}, chat_options) if is_chat else None
-        return Line(prompt, params, columns, self._with_kwargs(chat_options), split=split)
+        num_images = len(images) or _num_images(prompt)
+        given_images: Row = {"images": images, "num_images": num_images}
+        return Line(prompt, params, columns, self._with_kwargs(chat_options), split=split, **given_images)
+
+    @cached_property
+    def _image_column(self) -> str | None:
+        if self.image_column is None and self.line_parameters and self.prompt_names == PROMPTS:
+            return IMAGES
+        return self.image_column
+
+    def copies(self, name: str) -> bool:
+        return super().copies(name) and name != self._image_column
+
+    def _images(self, row: Row) -> tuple[Any, ...]:
+        """Raises ValueError."""
+        name = self._image_column
+        given = None if name is None else as_list(row.get(name))
+        if name is None or is_missing(given):
+            return ()
+        if isinstance(given, str) and given.lstrip().startswith("["):
+            with suppress(ValueError):
+                given = parse_json(given)
+        if isinstance(given, str | bytes | Mapping) and given:
+            given = [given]
+        is_right = isinstance(given, list | tuple) and all(isinstance(each, str | bytes | Mapping) for each in given)
+        require(name, given, is_right, "a path, a URL, or a list of them")
+        return tuple(given)  # type: ignore[arg-type]
 
     def _split_of(self, given: Row, chat_options: ChatOptions) -> Split | None:
         """given: the parameters of a chat's line."""
@@ -201,6 +243,23 @@ class LineFormat(Columns):
         if self.seed is not None and "seed" not in options:
             options = options | {"seed": xxh3_64_intdigest(id_bytes(line_id), self.seed) >> 1}
         return self.base_params if options == self.sampling else make_params(options)
+
+
+def _with_images(conversation: Conversation, images: Sequence[Any]) -> Conversation:
+    """A conversation whose last message of a user begins with these images. Raises ValueError."""
+    if image_sources(conversation):
+        raise ValueError(f"has {IMAGES!r} and images in its messages; give them in one way")
+    last = max((j for j, message in enumerate(conversation) if message["role"] == "user"), default=None)
+    if last is None:
+        raise ValueError(f"has {IMAGES!r}, but no message of a user, in which they would be")
+    content = conversation[last]["content"]
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts = [*({"type": "image", "image": image} for image in images), *parts]
+    return [*conversation[:last], conversation[last] | {"content": parts}, *conversation[last + 1 :]]
+
+
+def _num_images(prompt: Any) -> int:
+    return len(image_sources(prompt)) if _is_chat(prompt) else 0
 
 
 def _is_chat(prompt: Any) -> bool:

@@ -1,7 +1,7 @@
 """A line on its way from the reading process to the engine."""
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import LineId
@@ -23,3 +23,13 @@ class Preparer(Protocol):
 
     def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
         """raw_lines: with their positions. Raises nothing: what is wrong with a line is its error."""
+
+
+@runtime_checkable
+class ImagePreparer(Preparer, Protocol):
+    """One whose lines may have images. These are large, and so they are read a few lines at a time, when these are
+    about to go to the engine."""
+
+    def read_images(self, prepared: Prepared) -> Prepared:
+        """The line with its images, and a prompt that has their tokens. Several threads call it. Raises ImportError
+        for a package that is missing."""

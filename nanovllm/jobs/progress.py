@@ -63,6 +63,8 @@ class Progress:
         self._read: Callable[[], Generated] = Generated
         self._first = 0
         self._ticks = deque[tuple[float, int]]()  # times, and the tokens generated until then
+        self._num_images = 0  # of lines that have an outcome
+        self._image_ticks = deque[tuple[float, int]]()
         self._has_ended = threading.Event()
         self._thread: threading.Thread | None = None
         if is_wanted and sys.stderr is not None:
@@ -89,6 +91,7 @@ class Progress:
             self._thread.join()
         if not self._bar.disable:
             self._ticks.clear()  # The last speed is that of all of the call.
+            self._image_ticks.clear()
             self._draw()
         self._bar.close()
 
@@ -100,9 +103,10 @@ class Progress:
         self._num_sequences += line.num_sequences
         self._limit = max(self._limit, line.most_tokens(self._max_len))
 
-    def add(self, num_tokens: int, is_failed: bool) -> None:
-        """A line has an outcome. num_tokens: of all its samples."""
+    def add(self, num_tokens: int, is_failed: bool, line: Any = None) -> None:
+        """A line has an outcome. num_tokens: of all its samples. line: as in `hand_out`; None if no engine got it."""
         self._num_failed += is_failed
+        self._num_images += 0 if is_failed else getattr(line, "num_images", 0)
         self._answers.add(num_tokens)
 
     # -- showing -------------------------------------------------------------------------------------------------------
@@ -149,7 +153,7 @@ class Progress:
             return of_lines, "the engine starts"
         num_tokens, num_running = self._read()
         rate = self._rate(num_tokens)
-        text = f"{rate:.0f} tok/s"
+        text = f"{rate:.0f} tok/s{self._image_rate()}"
         left = self._left(num_tokens, num_running)
         if not rate or left is None:
             return of_lines, text
@@ -167,6 +171,19 @@ class Progress:
         num_begun = min(num_running * self._num_begun / self._num_sequences, num_left)
         in_progress = max(0, num_tokens - self._first - self._answers.num_tokens)
         return self._answers.estimate(num_begun, in_progress, num_left - num_begun, self._limit)
+
+    def _image_rate(self) -> str:
+        """Images a second of lines that were answered lately, in words; empty if none had any."""
+        if not self._num_images:
+            return ""
+        now, ticks = self._clock(), self._image_ticks
+        ticks.append((now, self._num_images))
+        while len(ticks) > 1 and ticks[1][0] <= now - _RATE_SECONDS:
+            ticks.popleft()
+        since, before = ticks[0]
+        if self._num_images == before:
+            since, before = self._start, 0
+        return f", {(self._num_images - before) / max(now - since, 1e-9):.1f} images/s"
 
     def _rate(self, num_tokens: int) -> float:
         """Tokens a second of the last seconds; if there were none, of the whole call."""

@@ -10,17 +10,20 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing, suppress
+from itertools import chain
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from nanovllm import find_tokenizer
+from nanovllm import ImageRules, find_image_reader, find_tokenizer
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.prepared import Prepared, Preparer
+from nanovllm.jobs.prepared import ImagePreparer, Prepared, Preparer
 from nanovllm.jobs.task import Task
 from nanovllm.utils.python_process import python_command
 
@@ -30,6 +33,17 @@ Item = TypeVar("Item")
 _WINDOW, _WINDOW_BYTES = 4096, 16 << 20
 # What is on its way to the engine: at most _QUEUE batches.
 _BATCH, _BATCH_BYTES, _QUEUE = 64, 1 << 20, 128
+# Images fill it with fewer batches. Each thread of the reading process has two lines with images at most.
+_QUEUE_BYTES = 512 << 20
+_IMAGE_THREADS, _LINES_OF_A_THREAD = 16, 2
+
+
+class ImagePlan(NamedTuple):
+    """How images are read."""
+
+    model: str  # a directory or a hub id, whose image processor it is
+    rules: ImageRules
+    dtype: str | None  # torch's name of the model's, to which pixels are rounded; None: unknown
 
 
 class ReadPlan(NamedTuple):
@@ -44,23 +58,55 @@ class ReadPlan(NamedTuple):
     max_len: int | None  # tokens of the longest sequence, at most; None is unknown
     names: list[str] | None = None  # of the files, if they are not all of the job
     chat_format: str | None = None  # of answers to chats; None: found
+    images: ImagePlan | None = None  # None: lines with images are refused
+    image_prompt: str | None = None  # as Inputs'
 
 
 def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     """Small batches of all lines. Raises ValueError for a damaged file."""
     preparer = make_preparer(plan)
-    inputs = Inputs(plan.paths, plan.names, plan.task.line_format.id_column)
+    inputs = Inputs(plan.paths, plan.names, plan.task.line_format.id_column, plan.image_prompt)
     raw_lines = enumerate(line for _, line in inputs.lines(plan.is_done))
-    for window in _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES):
-        lines = grouped(preparer.prepare(window), plan.block_size)
-        yield from _chunks(
-            lines, lambda each: 4 * each.line.num_prompt_tokens if each.line else 0, _BATCH, _BATCH_BYTES
-        )
+    windows = _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES)
+    lines = chain.from_iterable(grouped(preparer.prepare(window), plan.block_size) for window in windows)
+    if plan.images is None or not isinstance(preparer, ImagePreparer):
+        yield from _chunks(lines, num_bytes, _BATCH, _BATCH_BYTES)
+        return
+    with closing(with_images(lines, preparer)) as read_lines:
+        yield from _chunks(read_lines, num_bytes, _BATCH, _BATCH_BYTES)
+
+
+def num_bytes(prepared: Prepared) -> int:
+    """What a line takes, about, on its way to the engine."""
+    line = prepared.line
+    return 0 if line is None else 4 * line.num_prompt_tokens + getattr(line, "num_image_bytes", 0)
+
+
+def with_images(lines: Iterable[Prepared], preparer: ImagePreparer) -> Generator[Prepared, None, None]:
+    """The lines with their images, in order. Threads read them ahead, which Pillow and numpy let work side by side."""
+    from nanovllm.utils.threads import available_cores  # It imports torch.
+
+    num_threads = min(available_cores(), _IMAGE_THREADS)
+    under_way = deque[Future[Prepared]]()
+    with ThreadPoolExecutor(num_threads, "nanovllm-jobs-images") as threads:
+        try:
+            for line in lines:
+                under_way.append(threads.submit(preparer.read_images, line))
+                if len(under_way) >= _LINES_OF_A_THREAD * num_threads:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            for future in under_way:
+                future.cancel()
 
 
 def make_preparer(plan: ReadPlan) -> Preparer:
-    tokenizer = find_tokenizer(plan.tokenizer, plan.revision)
-    return plan.task.preparer(tokenizer, plan.max_len, plan.chat_format)
+    tokenizer, images = find_tokenizer(plan.tokenizer, plan.revision), None
+    if plan.images is not None:
+        model, rules, dtype = plan.images
+        images = find_image_reader(model, plan.revision, tokenizer, rules, dtype)
+    return plan.task.preparer(tokenizer, plan.max_len, plan.chat_format, images)
 
 
 def _chunks(
@@ -108,6 +154,7 @@ class ReadAhead:
         self._connection = ours
         self._has_ended = threading.Event()
         self._queue: queue.Queue[list[Prepared] | Exception | None] = queue.Queue(_QUEUE)
+        self._num_bytes, self._has_room = 0, threading.Condition()
         self._thread = threading.Thread(target=self._receive, args=(plan,), name="nanovllm-jobs-reader", daemon=True)
         self._thread.start()
 
@@ -128,6 +175,9 @@ class ReadAhead:
         while (batch := self._queue.get()) is not None:
             if isinstance(batch, Exception):
                 raise batch
+            with self._has_room:
+                self._num_bytes -= sum(map(num_bytes, batch))
+                self._has_room.notify()
             yield from batch
 
     def _receive(self, plan: ReadPlan) -> None:
@@ -135,7 +185,7 @@ class ReadAhead:
         try:
             self._connection.send(plan)
             while isinstance(batch, list):
-                batch = self._connection.recv()
+                batch = receive(self._connection)
                 self._put(batch)
         except (EOFError, OSError):
             self._put(RuntimeError(f"the process that reads the input has died (exit status {self._process.wait()})"))
@@ -143,6 +193,12 @@ class ReadAhead:
             self._put(error)
 
     def _put(self, batch: Any) -> None:
+        if isinstance(batch, list):
+            size = sum(map(num_bytes, batch))
+            with self._has_room:
+                while self._num_bytes and self._num_bytes + size > _QUEUE_BYTES and not self._has_ended.is_set():
+                    self._has_room.wait(0.1)
+                self._num_bytes += size
         while not self._has_ended.is_set():
             try:
                 return self._queue.put(batch, timeout=0.1)
@@ -153,18 +209,45 @@ class ReadAhead:
 def main() -> None:
     """The process: a plan comes in, batches go out, then None, or an exception."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The parent ends this process when it has finished its work.
-    # Tokenizers need no torch, and importing it takes longer than all else here. transformers does without.
-    sys.modules["torch"] = None  # type: ignore[assignment]
     os.environ["TRANSFORMERS_NO_ADVISORY_WARNINGS"] = "1"
     with Connection(int(sys.argv[1])) as connection:
         try:
-            for batch in read(connection.recv()):
-                connection.send(batch)
-            connection.send(None)
+            plan: ReadPlan = connection.recv()
+            if plan.images is None:
+                # Tokenizers need no torch, and importing it takes longer than all else here. transformers does without.
+                sys.modules["torch"] = None  # type: ignore[assignment]
+            else:
+                _use_one_thread()
+            for batch in read(plan):
+                send(connection, batch)
+            send(connection, None)
         except (BrokenPipeError, ConnectionError, EOFError):
             pass  # The parent has ended.
         except Exception as error:
-            connection.send(_picklable(error))
+            send(connection, _picklable(error))
+
+
+def _use_one_thread() -> None:
+    """An image has one, as many images are read at a time."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def send(connection: Connection, batch: Any) -> None:
+    """Arrays are not copied into the pickle: they follow it."""
+    arrays: list[pickle.PickleBuffer] = []
+    head = pickle.dumps(batch, protocol=5, buffer_callback=arrays.append)
+    connection.send_bytes(pickle.dumps((head, len(arrays))))
+    for array in arrays:
+        with array.raw() as content:
+            connection.send_bytes(content)
+
+
+def receive(connection: Connection) -> Any:
+    """What `send` has sent. Its arrays may be written."""
+    head, num_arrays = pickle.loads(connection.recv_bytes())
+    return pickle.loads(head, buffers=[bytearray(connection.recv_bytes()) for _ in range(num_arrays)])
 
 
 def _picklable(error: Exception) -> Exception:

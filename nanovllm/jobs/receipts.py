@@ -28,6 +28,8 @@ class ReceiptFormat(LineFormat):
 
     def read(self, row: Row, line_id: LineId) -> Line:
         line = super().read(row, line_id)
+        if line.num_images:
+            raise ValueError("has images, of which a job with deterministic=True keeps no receipts")
         asked = line.params
         if asked.seed is None:
             asked = replace(asked, seed=xxh3_64_intdigest(id_bytes(line_id)) >> 1)

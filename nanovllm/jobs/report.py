@@ -57,7 +57,8 @@ def print_check(check: "Check") -> None:
     print(f"{check.num_lines - check.num_failed:,} of {check.num_lines:,} lines can be answered")
     generates = check.task == "generate"
     generated = f", at most {check.max_completion_tokens:,} completion tokens" if generates else ""
-    print(f"{check.num_prompt_tokens:,} prompt tokens{generated}")
+    images = f"{check.num_images:,} image{'s' * (check.num_images != 1)}, " if check.num_images else ""
+    print(f"{images}{check.num_prompt_tokens:,} prompt tokens{generated}")
     if check.parameters:
         names = ", ".join(check.parameters)
         print(f"columns that are parameters of their lines: {names} (--no-line-parameters makes them data)")

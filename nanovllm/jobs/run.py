@@ -25,6 +25,8 @@ from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
 from nanovllm.jobs.first_lines import Packages, check_first_lines
 from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
+from nanovllm.jobs.image_options import ask_images, folder_of, image_rules
+from nanovllm.jobs.image_room import ImageRoom
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
 from nanovllm.jobs.lines import Row, from_json
 from nanovllm.jobs.parquet import ParquetFormat
@@ -77,7 +79,7 @@ class Summary(NamedTuple):
 
 
 def run_batch(
-    input: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+    input: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None,
     output: str | os.PathLike[str],
     model: Model,
     *,
@@ -98,6 +100,13 @@ def run_batch(
     prompt_name: str | None = None,
     embedding_dtype: str = "float32",
     instruction: str | None = None,
+    image_column: str | None = None,
+    images: str | os.PathLike[str] | Iterable[str | os.PathLike[str]] | None = None,
+    prompt: str | None = None,
+    image_root: str | os.PathLike[str] | None = None,
+    allow_remote: bool = False,
+    max_image_mib: float | None = None,
+    max_image_megapixels: float | None = None,
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
@@ -113,7 +122,7 @@ def run_batch(
     docs/jobs.md describes the files and the guarantees.
 
     Args:
-        input: files, globs or fsspec URLs, of JSON lines (also gzipped) or Parquet.
+        input: files, globs or fsspec URLs, of JSON lines (also gzipped) or Parquet. None with images.
         output: the folder of the answers, which may exist if it is empty or holds the same job. Or a file that ends in
             .jsonl or .parquet, of which the folder is `answers.jsonl.job`.
         model: as LLM takes it; or an LLM.
@@ -126,6 +135,13 @@ def run_batch(
         pooling, normalize, dimensions, prompt_name: of task "embed", as LLM.embed takes them.
         embedding_dtype: of task "embed": of the numbers, "float32" or "float16".
         instruction: of task "rerank", as LLM.rerank takes it.
+        image_column: see LineFormat.
+        images, prompt: instead of input: files or globs of images, and what is asked of each. A file is a line, whose
+            id is its path below their folder.
+        image_root: the folder below which lines' images are read, and where their relative paths begin. None: the
+            folder of the images, or of the input.
+        allow_remote: fetch lines' images by http and https, from public addresses.
+        max_image_mib, max_image_megapixels: limits of an image's file and of its pixels; None: ImageRules'.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of _errors.jsonl again. Or a file of corrected lines, which are found by their ids:
@@ -173,13 +189,22 @@ def run_batch(
         prompt_name=prompt_name,
         embedding_dtype=embedding_dtype,
         instruction=instruction,
+        image_column=image_column,
         seed=seed,
     )
     cluster = _check_cluster(replicas, ray_address, model)
     if cluster is not None:
         check_one_engine(arguments.engine_options)
         require("deterministic", True, not arguments.keeps_receipts, "False on Ray, whose machines may differ")
-    inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
+    limits = image_root, allow_remote, max_image_mib, max_image_megapixels
+    if images is None and prompt is None:
+        inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
+        arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
+    else:
+        inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
+    if cluster is not None:  # Lines wait in memory there, far more of them than would do with images.
+        require("images", images, images is None, "None on Ray, whose engines get no images yet")
+        arguments.image_rules = None
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     job = Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
     try:
@@ -295,7 +320,8 @@ class Job:
 
     def _begin(self, overwrite: bool) -> Scan:
         """Check that the folder, the input and the call belong together. Reads or writes the manifest."""
-        job = self.arguments.describe() | {"ordered": self.ordered, "format": self.format}
+        of_call = {"ordered": self.ordered, "format": self.format, "prompt": self.inputs.image_prompt}
+        job = self.arguments.describe() | of_call
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
         before = None if overwrite else self.folder.read_manifest()
         files, model_files = self.inputs.fingerprints(), job_fingerprint(self.arguments)
@@ -480,7 +506,7 @@ class Job:
     def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         num_under_way = 0
-        packages = Packages(llm, self.task)
+        packages, room = Packages(llm, self.task), ImageRoom()
 
         def checked() -> Iterator[Prepared | None]:
             nonlocal num_under_way
@@ -494,6 +520,9 @@ class Job:
                         yield None
                     else:
                         time.sleep(_PAUSE_SECONDS)  # The writer has all that it needs.
+                while num_under_way and not room.has_room(prepared.line):
+                    yield None
+                room.take(prepared.line)
                 packages.check(prepared.line)
                 num_under_way += 1
                 progress.hand_out(prepared.line)
@@ -504,7 +533,7 @@ class Job:
             for prepared, output in outputs:
                 num_under_way -= 1
                 writer.put((prepared, output))
-                progress.add(self.task.num_tokens(output), "error" in output)
+                progress.add(self.task.num_tokens(output), "error" in output, prepared.line)
                 if writer.error is not None:
                     return
 

@@ -14,7 +14,7 @@ from nanovllm.jobs.prepared import Prepared, Preparer
 from nanovllm.openai_format.openai_batch import Responder
 
 if TYPE_CHECKING:  # The reading process has no torch.
-    from nanovllm import LLM, RequestChecker
+    from nanovllm import LLM, ImageReader, RequestChecker
 
 Output = Mapping[str, Any]  # of a line: what the task's `answer` makes of results; or an "error" that it failed with
 
@@ -51,8 +51,10 @@ class Task(ABC):
     # -- before an engine works ----------------------------------------------------------------------------------------
 
     @abstractmethod
-    def preparer(self, tokenizer: Any, max_len: int | None, chat_format: str | None) -> Preparer:
-        """What reads lines. Arguments as in ReadPlan."""
+    def preparer(
+        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | None" = None
+    ) -> Preparer:
+        """What reads lines. Arguments as in ReadPlan. images: reads those of lines; None refuses them."""
 
     @abstractmethod
     def check(self, checker: "RequestChecker", lines: Sequence[Any]) -> list[int | Exception]:

@@ -114,7 +114,7 @@ class DecoderAttention(nn.Module):
             self.q_norm.weight if self.qk_norm == "head" else None,
             self.k_norm.weight if self.qk_norm == "head" else None,
             self.eps,
-            self.rotary_emb.cos_sin_cache if self.rotary_emb else None,
+            context.rope if self.rotary_emb is None or context.rope is not None else self.rotary_emb.cos_sin_cache,
             positions,
             self.attn.k_cache if has_cache else None,
             self.attn.v_cache if has_cache else None,
@@ -300,6 +300,8 @@ class DecoderForCausalLM(nn.Module, ABC):
     checkpoint_places: ClassVar[dict[str, str]] = {}
     # Keys of the configuration, among those that change what a decoder computes, that this family's `spec` reads.
     switches: ClassVar[frozenset[str]] = frozenset()
+    decoder: ClassVar[type[DecoderModel]] = DecoderModel
+    vision_spec: Any = None  # a `VisionSpec` of a model that has its vision tower
 
     def __init__(self, config, max_position: int, backend: AttentionBackend, tp: TensorParallel, matmul: Matmul):
         """config: the transformers configuration. max_position: positions that RoPE's table must cover."""
@@ -310,7 +312,7 @@ class DecoderForCausalLM(nn.Module, ABC):
         windows = tuple(None if window is None or window >= max_position else window for window in spec.windows)
         spec = replace(spec, windows=windows)
         mlps = [self.mlp(config, spec, i, tp, matmul) for i in range(config.num_hidden_layers)]
-        self.model = DecoderModel(config, spec, mlps, max_position, backend, tp, matmul)
+        self.model = self.decoder(config, spec, mlps, max_position, backend, tp, matmul)
         self.logit_softcap = spec.logit_softcap
         self.lm_head: Any = None
         # What its hidden states are multiplied by to be the family's own: the norm has the scale of the logits.

@@ -2,17 +2,20 @@
 
 from typing import ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.rope_parameters import rope_parameters
 from nanovllm.models.decoder import DecoderMLP
-from nanovllm.models.gemma3 import Gemma3ForCausalLM, rounded_embedding_scale
+from nanovllm.models.gemma3 import Gemma3ForCausalLM, Gemma3Vision, rounded_embedding_scale
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.mlp_with_experts import MLPWithExperts
 from nanovllm.models.qwen3_moe import check_experts, count_experts
+from nanovllm.models.seeing_decoder import SeeingDecoder
 from nanovllm.models.spec import DecoderSpec, LayerHeads
+from nanovllm.models.vision import ProcessedImage, VisionSpec
 from nanovllm.utils.checks import quoted, require
 
 
@@ -80,8 +83,100 @@ def _kind(is_local: bool) -> str:
     return "sliding_attention" if is_local else "full_attention"
 
 
-class Gemma4ForConditionalGeneration(Gemma4ForCausalLM):
-    """The text part of a checkpoint that has a vision tower too."""
+class Gemma4Tower(nn.Module):
+    """Gemma 4's own tower, which makes rows of means of its patches, and a projection."""
+
+    def __init__(self, config):
+        """config: transformers', of the whole model."""
+        super().__init__()
+        from transformers import AutoModel
+        from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
+
+        options = {"attn_implementation": "sdpa", "dtype": torch.get_default_dtype()}
+        self.vision_tower = AutoModel.from_config(config.vision_config, **options)
+        self.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
+        load_buffers(self)
+
+    def forward(self, pixel_values: Tensor, positions: Tensor) -> Tensor:
+        """[num_images, num_patches, numbers of a patch], and where each patch is, [num_images, num_patches, 2], -1 for
+        padding -> [num_rows of all, hidden_size]."""
+        found = self.vision_tower(pixel_values=pixel_values, pixel_position_ids=positions)
+        return self.embed_vision(found.last_hidden_state)
+
+
+class Gemma4Vision(Gemma3Vision):
+    """Images keep their proportions, and so the number of rows differs. In layers with a window, these attend to each
+    other in both directions if the configuration says so."""
+
+    prefixes: ClassVar = {f"model.{part}": f"vision.{part}" for part in ("vision_tower.", "embed_vision.")}
+    both_ways_in = "layers with a window"
+    processor = "Gemma4ImageProcessor"
+    max_image_rows = 1120  # the largest max_soft_tokens of the image processor
+
+    def __init__(self, config):
+        VisionSpec.__init__(self, config)
+        fields, tower = self.fields, self.fields["vision_config"]
+        self.placeholder_id = fields["image_token_id"]
+        self.is_bidirectional = getattr(config, "use_bidirectional_attention", None) == "vision"
+        self.patches_per_row = tower["pooling_kernel_size"] ** 2
+
+    def texts(self, tokenizer):
+        names = "boi_token_id", "image_token_id", "eoi_token_id"
+        begin, row, end = (str(tokenizer.convert_ids_to_tokens(self.fields[name])) for name in names)
+        return row, f"{begin}{row}{end}"
+
+    def num_rows(self, processor, height, width):
+        from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
+
+        most = processor.max_soft_tokens * processor.pooling_kernel_size**2
+        sizes = {"patch_size": processor.patch_size, "pooling_kernel_size": processor.pooling_kernel_size}
+        size = get_aspect_ratio_preserving_size(height, width, max_patches=most, **sizes)
+        lines, columns = (length // processor.patch_size for length in size)
+        return lines * columns // processor.pooling_kernel_size**2
+
+    def process(self, processor, image):
+        found = processor(images=[image], return_tensors="pt")
+        positions = found["image_position_ids"]
+        num_patches = int((positions[0] != -1).all(dim=1).sum())
+        return ProcessedImage(
+            found["pixel_values"], None, num_patches // self.patches_per_row, {"positions": positions}
+        )
+
+    def make_tower(self):
+        from transformers import AutoConfig
+
+        sizes = {"hidden_size": self.hidden_size}
+        return Gemma4Tower(AutoConfig.for_model(**self.fields | {"audio_config": None}, text_config=sizes))
+
+    def encode(self, tower, images):
+        positions = torch.cat([image.extra["positions"] for image in images])
+        return tower(torch.cat([image.pixel_values for image in images]), positions)
+
+    def num_patches(self, image):
+        return image.pixel_values.shape[1]
+
+    def largest_images(self, num_patches, dtype, device):
+        side = int(num_patches**0.5) // 12 * 12  # a multiple of any kernel that pools
+        at = torch.arange(side * side, device=device)
+        pixels = torch.zeros(1, side * side, 3 * self.fields["vision_config"]["patch_size"] ** 2, dtype=dtype)
+        positions = torch.stack((at % side, at // side), dim=1).unsqueeze(0)
+        extra = {"positions": positions}
+        return [ProcessedImage(pixels.to(device), None, side * side // self.patches_per_row, extra)]
+
+
+def load_buffers(tower: nn.Module) -> None:
+    """Let the loader fill a tower's buffers that checkpoints hold, as it does parameters."""
+    for module in tower.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set:
+                delattr(module, name)
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+class Gemma4ForConditionalGeneration(SeeingDecoder, Gemma4ForCausalLM):
+    """The same with a vision tower."""
+
+    vision_type = Gemma4Vision
 
 
 class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):

@@ -121,6 +121,9 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
             # False, because None asks on standard input whether to run code of the checkpoint.
             read = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         config = _text_config(read)
+        if isinstance(content.get("vision_config"), dict):
+            # What `VisionSpec` reads. In plain values, because a worker gets it.
+            config.vision = {name: value for name, value in read.to_dict().items() if name != "text_config"}
         # Some say it of the text model alone. `model_check` looks for a head that is another matrix.
         if isinstance(text, dict) and text.get("tie_word_embeddings") is True:
             config.tie_word_embeddings = True

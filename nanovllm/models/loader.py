@@ -216,6 +216,12 @@ def has_tensor(directory: str, name: str) -> bool:
         return name in open_tensors(directory, stack, {})
 
 
+def has_any_tensor(directory: str, beginnings: tuple[str, ...]) -> bool:
+    """Whether a checkpoint holds a tensor whose name begins so. Raises as load_model does for damaged files."""
+    with ExitStack() as stack:
+        return any(name.startswith(beginnings) for name in open_tensors(directory, stack, {}))
+
+
 def _load_all(tasks: list[tuple[str, _Tensor, _Wanted]]) -> None:
     """Load every tensor in several threads, at most as many as torch computes with. Raises the first error, or
     Ctrl-C's, when no thread is loading any more."""
@@ -432,7 +438,8 @@ def wanted_tensors(model: nn.Module) -> dict[str, _Wanted]:
         if its.packing is not None:
             shapes = {key: its.packing.shape(shape) for key, shape in shards.items()}
         parts = getattr(model, "checkpoint_parts", None) or getattr(model, "packed_modules_mapping", {})
-        part_names = parts.get(module, {module: None})
+        is_ours = not name.startswith("vision.")  # A vision tower has its own names, which may equal a layer's.
+        part_names = (parts if is_ours else {}).get(module, {module: None})
         for part_name, shard_id in part_names.items():
             if its.num_experts is None:
                 if shard_id not in shards:  # of values that keys serve as

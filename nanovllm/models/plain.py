@@ -23,6 +23,7 @@ class PlainQwen3(Qwen3ForCausalLM):
         "gate_up_proj": {"gate_proj": 0, "up_proj": 1},
     }
     checkpoint_prefixes: ClassVar[dict[str, str]] = {}
+    vision_spec = None
     hidden_scale = 1.0  # as `DecoderForCausalLM`'s
     split_experts = staticmethod(stacked_experts)
 

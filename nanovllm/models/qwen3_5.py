@@ -1,10 +1,12 @@
-"""Qwen3.5 and 3.6, dense: the text model."""
+"""Qwen3.5 and 3.6, dense, and how they see images."""
 
 from typing import ClassVar
 
 from nanovllm.layers.linear_attention import DeltaNetShape
 from nanovllm.layers.rope_parameters import rope_parameters
 from nanovllm.models.decoder import DecoderForCausalLM
+from nanovllm.models.qwen3_vl import QwenVision
+from nanovllm.models.seeing_decoder import SeeingDecoder
 from nanovllm.models.spec import DecoderSpec
 from nanovllm.utils.checks import is_int, require
 
@@ -39,8 +41,16 @@ class Qwen3_5ForCausalLM(DecoderForCausalLM):
         )
 
 
-class Qwen3_5ForConditionalGeneration(Qwen3_5ForCausalLM):
-    """The text part of a checkpoint that has a vision tower too."""
+class Qwen3_5Vision(QwenVision):
+    """Qwen3-VL's, without the deep stack. RoPE turns fewer pairs."""
+
+    sections = (11, 11, 10)
+
+
+class Qwen3_5ForConditionalGeneration(SeeingDecoder, Qwen3_5ForCausalLM):
+    """The same with a vision tower."""
+
+    vision_type = Qwen3_5Vision
 
 
 def has_linear_attention(config) -> bool:

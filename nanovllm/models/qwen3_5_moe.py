@@ -1,12 +1,13 @@
-"""Qwen3.5 and 3.6 with a mixture of experts: the text model."""
+"""Qwen3.5 and 3.6 with a mixture of experts."""
 
 from torch import nn
 
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.decoder import DecoderSpec
-from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM
+from nanovllm.models.qwen3_5 import Qwen3_5ForCausalLM, Qwen3_5Vision
 from nanovllm.models.qwen3_moe import Qwen3MoeForCausalLM, check_experts
+from nanovllm.models.seeing_decoder import SeeingDecoder
 from nanovllm.utils.checks import is_int, require
 
 
@@ -30,5 +31,7 @@ class Qwen3_5MoeForCausalLM(Qwen3_5ForCausalLM):
         return Qwen3MoeForCausalLM.mlp(config, spec, layer, tp, matmul)
 
 
-class Qwen3_5MoeForConditionalGeneration(Qwen3_5MoeForCausalLM):
-    """The text part of a checkpoint that has a vision tower too."""
+class Qwen3_5MoeForConditionalGeneration(SeeingDecoder, Qwen3_5MoeForCausalLM):
+    """The same with a vision tower."""
+
+    vision_type = Qwen3_5Vision

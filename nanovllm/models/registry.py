@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.models.heads import generating_name
+from nanovllm.models.vision import VisionSpec
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.pages import page
 
@@ -33,6 +34,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": "nanovllm.models.qwen3_decoder",
     "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
     "Qwen3NextForCausalLM": "nanovllm.models.qwen3_next",
+    "Qwen3VLForConditionalGeneration": "nanovllm.models.qwen3_vl",
     "Qwen3_5ForCausalLM": "nanovllm.models.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "nanovllm.models.qwen3_5",
     "Qwen3_5MoeForCausalLM": "nanovllm.models.qwen3_5_moe",
@@ -70,3 +72,10 @@ def model_class(hf_config: "PreTrainedConfig") -> Any:
     """The class that implements a transformers configuration. Raises ValueError for one that we do not have."""
     name = find_architecture(getattr(hf_config, "architectures", None), hf_config.model_type)
     return getattr(import_module(ARCHITECTURES[name]), name)
+
+
+def find_vision(hf_config: "PreTrainedConfig") -> VisionSpec | None:
+    """How a model's images become rows of embeddings; None if it has no vision tower, or none that we have."""
+    family = model_class(hf_config)
+    has_tower = hasattr(family, "vision_type") and getattr(hf_config, "vision", None)
+    return family.vision_type(hf_config) if has_tower else None

@@ -38,6 +38,12 @@ class Context:
     is_proposed: torch.Tensor | None = None
     # int64 [num_rows] mixed step, with cells: the rows in such an order that the rows of a prompt follow each other
     row_order: torch.Tensor | None = None
+    # With M-RoPE, whose positions have three parts, int64 [num_rows]: the positions in RoPE's table, in the place of
+    # those in the sequence, from which they differ behind an image.
+    rope_positions: torch.Tensor | None = None
+    # float32 [num_tokens, 1, rotary_dim] prefill with images, with M-RoPE: the table, which has a row for each token
+    rope: torch.Tensor | None = None
+    images: Any = None  # prefill with images: a `models.seeing_decoder.ImageRows`
     # int64 [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
     last_tokens: torch.Tensor | None = None
     attention: Any = None  # decode: `AttentionBackend.arguments`, which the back end alone reads

@@ -170,9 +170,9 @@ def test_content_as_text_parts(llm):
         ({"role": "user", "content": None}, "content must be"),
         ({"role": "user", "content": 5}, "content must be"),
         ({"role": "user", "content": ["hello"]}, r"content\[0\]"),
-        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, r"content\[1\]"),
+        ({"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}, r"content\[1\] is an image"),
         ({"role": "user", "content": [{"type": "text", "text": 5}]}, r"content\[0\]"),
-        ({"role": "user", "content": [IMAGE]}, r"content\[0\] has type 'image_url': only the text part of a model"),
+        ({"role": "user", "content": [IMAGE]}, r"content\[0\] is an image, and this model reads no images"),
     ],
     ids=repr,
 )

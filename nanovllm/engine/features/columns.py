@@ -52,8 +52,13 @@ class Columns:
         """
         return {}
 
-    def prefill_context(self, arrays: dict[str, Tensor]) -> ContextFields:
-        """Fields of the `Context` of a prefill. arrays: those of all columns."""
+    def prefill_context(self, arrays: dict[str, Tensor], step: Step) -> ContextFields:
+        """Fields of the `Context` of a prefill. arrays: those of all columns. step: a worker's has no sequences."""
+        return {}
+
+    def largest_prefill(self, num_tokens: int) -> ContextFields:
+        """Fields of the `Context` of the largest prefill, by which an engine's start measures how much memory steps
+        need; what is computed for them counts too."""
         return {}
 
 

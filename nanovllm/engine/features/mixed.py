@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sized
 
+from nanovllm.engine.features.images.image_sequence import ImageSequence
 from nanovllm.engine.sequence import Sequence
 
 # Longer prompts are prefilled: a mixed step reads a prompt's keys once for each token, a prefill once for many tokens.
@@ -36,8 +37,10 @@ class MixedAdmission:
         num_free = self._num_rows - self._num_running
         if not self._is_open or not self._num_running or num_free <= 0:
             return False
-        # Log-probabilities of a prompt are a prefill's.
+        # Log-probabilities of a prompt are a prefill's, and so are images.
         if seq.completion.first_needed_logits < seq.num_tokens or seq.num_tokens > _MAX_MIXED_PROMPT_TOKENS:
+            return False
+        if isinstance(seq, ImageSequence):
             return False
         num_steps = -(-(seq.num_tokens - seq.num_cached_tokens) // num_free)
         return num_steps + self._num_tokens_left(seq) <= self._longest

@@ -9,6 +9,7 @@ import torch
 from nanovllm.config import Config
 from nanovllm.engine.deterministic import check_layers
 from nanovllm.engine.features.columns import AttentionColumns, Columns
+from nanovllm.engine.features.images.image_columns import ImageColumns
 from nanovllm.engine.features.states.state_columns import StateColumns
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
@@ -30,6 +31,7 @@ from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
 from nanovllm.models.make_model import make_model, make_plain_model
 from nanovllm.models.model_size import attention_shapes
 from nanovllm.models.plain import PlainQwen3
+from nanovllm.models.seeing_decoder import SeeingDecoder
 from nanovllm.utils.threads import threads_per_rank
 
 logger = logging.getLogger(__name__)
@@ -108,6 +110,8 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     columns: list[Columns] = [AttentionColumns(backend)]
     if has_cells:
         columns.append(StateColumns(has_proposals=bool(config.speculation)))
+    if isinstance(model, SeeingDecoder) and model.vision_spec is not None:
+        columns.append(ImageColumns(model, config.dtype, device, max_model_len))
     columns += config.features
     sizes_of_inputs = config.max_decode_rows, max_blocks, config.kvcache_block_size
     decode_inputs = DecodeInputs(*sizes_of_inputs, device, columns, num_mixed_rows)

@@ -7,6 +7,7 @@ from typing import NamedTuple, cast
 import torch
 
 from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
+from nanovllm.engine.features.columns import Columns, ContextFields
 from nanovllm.engine.inputs import ModelInputs
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.stores.store import Store, count_cells
@@ -21,9 +22,9 @@ logger = logging.getLogger(__name__)
 RESERVED_SHARE = 0.02
 
 
-def largest_prefill(config: Config, device: torch.device) -> ModelInputs:
+def largest_prefill(config: Config, device: torch.device, columns: Sequence[Columns] = ()) -> ModelInputs:
     """The step that needs the most memory. It has the most sequences that a step may have, because each adds a row of
-    logits."""
+    logits. columns: of the engine."""
     most_tokens = config.max_num_batched_tokens
     num_seqs = min(config.max_num_seqs, most_tokens)
     num_tokens = min(most_tokens, num_seqs * cast(int, config.max_model_len))
@@ -33,7 +34,10 @@ def largest_prefill(config: Config, device: torch.device) -> ModelInputs:
     positions = torch.arange(num_tokens, device=device) - ends[:-1].repeat_interleave(ends.diff())
     temperatures = torch.zeros(num_seqs, dtype=torch.float32, device=device)
     seeds = torch.zeros(num_seqs, dtype=torch.int64, device=device)
-    context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=ends[1:] - 1)
+    more = ContextFields()
+    for each in columns:
+        more |= each.largest_prefill(num_tokens)
+    context = Context(True, cu_seqlens, cu_seqlens, seq_len, seq_len, last_tokens=ends[1:] - 1, **more)
     return ModelInputs(input_ids, positions, context, temperatures, seeds, ends[1:] - 1, {})
 
 

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from nanovllm.config import Config
 from nanovllm.models.heads import head_of, note_score_bias
-from nanovllm.models.loader import check_checkpoint, has_other_head, has_tensor
+from nanovllm.models.loader import check_checkpoint, has_any_tensor, has_other_head, has_tensor
 from nanovllm.models.model_size import meta_model, model_bytes, packed_head_bytes
-from nanovllm.models.registry import model_class
+from nanovllm.models.registry import find_vision, model_class
 from nanovllm.utils.checks import require
 from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.units import GIB
@@ -43,6 +43,8 @@ def check_model(config: Config, rank: int, free: int) -> None:
     if has_files and head_of(config.hf_config) == "classes" and has_tensor(config.model, "score.bias"):
         config.hf_config = copy(config.hf_config)
         note_score_bias(config.hf_config)
+    if has_files and getattr(config.hf_config, "vision", None):
+        leave_out_missing_tower(config)
     model = meta_model(config, rank)
     if has_files:
         check_checkpoint(model, config.model, config.lora)
@@ -58,6 +60,15 @@ def untie_other_head(config: Config) -> None:
         )
         config.hf_config = copy(config.hf_config)
         config.hf_config.tie_word_embeddings = False
+
+
+def leave_out_missing_tower(config: Config) -> None:
+    """Load a checkpoint of the text model alone as that, though its configuration describes a vision tower."""
+    spec = find_vision(config.hf_config)
+    if spec is not None and not has_any_tensor(config.model, tuple(spec.prefixes)):
+        logger.info("%s: has no vision tower: prompts are texts alone", config.model)
+        config.hf_config = copy(config.hf_config)
+        config.hf_config.vision = None
 
 
 def _check_memory(config: Config, model: "LoadedModel", rank: int, free: int) -> None:

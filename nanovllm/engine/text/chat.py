@@ -4,10 +4,11 @@ import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jinja2 import TemplateError
 
+from nanovllm.engine.text.prompts import NO_IMAGES
 from nanovllm.engine.text.template_facts import Conversation, Message, TemplateFacts, with_marks
 from nanovllm.sampling_params import misplaced_option
 from nanovllm.utils.checks import half_pair, one_line, quoted, refuse_constant, shortened
@@ -30,8 +31,15 @@ _OF_TRANSFORMERS = (
     *("tokenize", "tokenizer_kwargs", "truncation"),
 )
 
-# How the types of a message's parts begin that are no texts.
-_NO_TEXTS = ("image", "video", "audio", "input_image", "input_audio")
+# How the types of a message's parts begin that nothing reads.
+_UNREAD = ("video", "audio", "input_audio", "input_video", "file", "input_file")
+# Of images: the type of a part, and the names under which it may have its image. OpenAI's come first.
+_IMAGE_KEYS = {
+    "image_url": ("image_url",),
+    "input_image": ("image_url",),
+    "image": ("image", "url", "path", "base64"),
+}
+_DETAILS = ("auto", "high", "original")  # What OpenAI calls reading an image as it is.
 
 
 def as_conversations(messages: Any) -> list[Conversation]:
@@ -42,8 +50,8 @@ def as_conversations(messages: Any) -> list[Conversation]:
 
     Args:
         messages: one conversation or a list of them. A message is {"role": ..., "content": ...}, where content is a
-            text or a list of {"type": "text", "text": ...}; with "tool_calls" content is optional. Other keys are for
-            the template.
+            text or a list of {"type": "text", "text": ...} and of images, which become {"type": "image", "image": a
+            source as `read_image` takes it}; with "tool_calls" content is optional. Other keys are for the template.
 
     Raises ValueError, naming the conversation and the message.
     """
@@ -75,15 +83,79 @@ def _check_message(message: object, where: str) -> Message:
     if isinstance(content, str) or (content is None and calls):
         return checked
     if not isinstance(content, list | tuple):
-        raise ValueError(f"{where}: content must be a text or a list of text parts, not {type(content).__name__}")
-    parts = [as_mapping(part) for part in content]
-    for k, part in enumerate(parts):
-        kind = part.get("type") if isinstance(part, Mapping) else None
-        if isinstance(kind, str) and kind.startswith(_NO_TEXTS):
-            raise ValueError(f"{where}: content[{k}] has type {quoted(kind)}: only the text part of a model is loaded")
-        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
-            raise ValueError(f'{where}: content[{k}] must be {{"type": "text", "text": ...}}')
-    return checked | {"content": list(map(without_nulls, parts))}
+        raise ValueError(f"{where}: content must be a text or a list of parts, not {type(content).__name__}")
+    return checked | {
+        "content": [_check_part(as_mapping(part), f"{where}: content[{k}]") for k, part in enumerate(content)]
+    }
+
+
+def _check_part(part: Any, where: str) -> dict[str, Any]:
+    """A part of a message's content: a text, or an image as {"type": "image", "image": source}."""
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if isinstance(kind, str) and kind in _IMAGE_KEYS:
+        return {"type": "image", "image": _image_source(without_nulls(part), kind, where)}
+    if isinstance(kind, str) and kind.startswith(_UNREAD):
+        raise ValueError(f"{where} has type {quoted(kind)}, which is not read: texts and images are")
+    if kind != "text" or not isinstance(part.get("text"), str):
+        raise ValueError(f'{where} must be {{"type": "text", "text": ...}} or an image')
+    return without_nulls(part)
+
+
+def _image_source(part: dict[str, Any], kind: str, where: str) -> Any:
+    given = [name for name in _IMAGE_KEYS[kind] if name in part]
+    if len(given) != 1:
+        form = '{"type": "image_url", "image_url": {"url": ...}} or {"type": "image", "image": ...}'
+        raise ValueError(f"{where} is an image, and must have the form {form}")
+    source, detail = part[given[0]], part.get("detail", "auto")
+    if given[0] == "image_url" and isinstance(source := as_mapping(source), Mapping):
+        detail, source = source.get("detail") or detail, source.get("url")
+    if detail not in _DETAILS:
+        raise ValueError(f"{where}: detail={quoted(detail)}: cannot be served: images are read as they are")
+    if source is None or (given[0] in ("image_url", "url", "base64") and not isinstance(source, str)):
+        raise ValueError(f"{where}: {given[0]} must be the text of a URL, not {type(source).__name__}")
+    return f"data:;base64,{source}" if given[0] == "base64" else source
+
+
+def image_sources(conversation: Conversation) -> list[Any]:
+    """The images of a checked conversation, in its order, as `read_image` takes them."""
+    parts = (part for message in conversation for part in _parts(message))
+    return [part["image"] for part in parts if part["type"] == "image"]
+
+
+def with_images(conversation: Conversation, images: Iterable[Any]) -> Conversation:
+    """A checked conversation with these instead of its images, in its order."""
+    left = iter(images)
+
+    def replaced(part: dict[str, Any]) -> dict[str, Any]:
+        return {"type": "image", "image": next(left)} if part["type"] == "image" else part
+
+    return [
+        message | {"content": list(map(replaced, parts))} if (parts := _parts(message)) else message
+        for message in conversation
+    ]
+
+
+def _first_image(conversation: Conversation) -> str:
+    """Where it is."""
+    kinds = ((j, k, part["type"]) for j, m in enumerate(conversation) for k, part in enumerate(_parts(m)))
+    return next(f"message {j}: content[{k}]" for j, k, kind in kinds if kind == "image")
+
+
+def _without_sources(conversation: Conversation) -> Conversation:
+    """The template says where images are, and has no use for what is in them."""
+    place = {"type": "image"}
+    return [
+        message | {"content": [place if part["type"] == "image" else part for part in parts]}
+        if (parts := _parts(message))
+        else message
+        for message in conversation
+    ]
+
+
+def _parts(message: Message) -> list[dict[str, Any]]:
+    """None of a content that is a text."""
+    content = message.get("content")
+    return content if isinstance(content, list) else []
 
 
 def _check_tool_calls(calls: object, where: str) -> list[ToolCall]:
@@ -211,8 +283,21 @@ def misplaced_chat_option(name: str, value: object) -> str:
     return misplaced_option(name, value) or variable
 
 
+class Rendered(NamedTuple):
+    """A conversation as the prompt's text, and the sources of the images that have a place in it, in order."""
+
+    text: str
+    images: list[Any]
+
+
 class TemplateRenderer:
-    """Renders conversations with one tokenizer's chat template, or another."""
+    """Renders conversations with one tokenizer's chat template, or another.
+
+    Attributes:
+        reads_images: whether they may have images.
+    """
+
+    reads_images = False
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase | None"):
         self._tokenizer: Any = tokenizer  # Their types leave open what a call returns.
@@ -226,7 +311,7 @@ class TemplateRenderer:
         tools: Iterable[Tool] | None,
         needed: Iterable[str] = (),
         **options: Any,
-    ) -> list[str]:
+    ) -> list[Rendered]:
         """The text of each conversation. Raises ValueError or TypeError, naming the argument or the conversation.
 
         Args:
@@ -251,10 +336,14 @@ class TemplateRenderer:
         if tools and "tools" not in template:
             raise ValueError("tools: the chat template has no place for them; pass a chat_template that has")
         options = {"chat_template": template, "tools": tools} | options | (chat_template_kwargs or {})
-        return [
-            self._render(conversation, template, options, f"conversation {i}")
-            for i, conversation in enumerate(conversations)
-        ]
+        rendered = []
+        for i, conversation in enumerate(conversations):
+            if images := image_sources(conversation):
+                if not self.reads_images:
+                    raise ValueError(f"conversation {i}, {_first_image(conversation)} {NO_IMAGES}")
+                conversation = _without_sources(conversation)
+            rendered.append(Rendered(self._render(conversation, template, options, f"conversation {i}"), images))
+        return rendered
 
     def template_text(self, chat_template: Template | None) -> str:
         """The text of a template as `render` takes it: of all of the tokenizer's, if it has several."""
@@ -266,8 +355,8 @@ class TemplateRenderer:
 
     def _render(self, conversation: Conversation, template: str, options: Variables, where: str) -> str:
         """Raises ValueError."""
-        expected, hidden = self._facts.as_expected(conversation, template)
         try:
+            expected, hidden = self._facts.as_expected(conversation, template)
             text = self._apply(expected, options)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error

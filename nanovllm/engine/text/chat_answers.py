@@ -17,7 +17,7 @@ class ChatAnswers:
         self,
         answers: AnswerFormat,
         conversations: list[Conversation],
-        prompts: list[list[int]],
+        prompts: list[Any],
         is_continued: bool,
         splits_reasoning: bool,
         tools: Iterable[Tool] | None,
@@ -25,14 +25,15 @@ class ChatAnswers:
     ):
         """
         Args:
-            conversations, prompts: checked, and their token ids.
+            conversations, prompts: checked, and what `encode_chats` makes of them.
             is_continued: the last message of each conversation goes on, instead of being answered.
             tools: that the model may call.
         """
         self._answers, self._splits_reasoning = answers, splits_reasoning
         self._tools = (as_tools(tools) or []) if splits_tool_calls else None
         self._is_open = [
-            (is_continued and goes_on_reasoning(conversation[-1], answers.format)) or answers.opens_reasoning(prompt)
+            (is_continued and goes_on_reasoning(conversation[-1], answers.format))
+            or answers.opens_reasoning(_token_ids(prompt))
             for conversation, prompt in zip(conversations, prompts, strict=True)
         ]
 
@@ -48,6 +49,10 @@ class ChatAnswers:
     def splitter(self, index: int) -> AnswerSplitter:
         """For one answer to the conversation with this index."""
         return self._answers.splitter(self._tools, self._is_open[index], self._splits_reasoning)
+
+
+def _token_ids(prompt: Any) -> list[int]:
+    return prompt["prompt_token_ids"] if isinstance(prompt, dict) else prompt
 
 
 def chat_deltas(deltas: Generator[StreamDelta, None, None], answers: ChatAnswers | None) -> Iterator[ChatDelta]:

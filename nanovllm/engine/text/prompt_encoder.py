@@ -2,11 +2,11 @@
 
 import logging
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from nanovllm.engine.text.chat import Messages, Template, TemplateRenderer, Tool, Variables
-from nanovllm.engine.text.prompts import Prompt, read_prompt
+from nanovllm.engine.text.prompts import Prompt, has_images, read_prompt
 from nanovllm.utils.checks import half_pair
 
 if TYPE_CHECKING:
@@ -29,15 +29,19 @@ class PromptEncoder:
         tokenizer: "PreTrainedTokenizerBase | None",
         max_len: int | None = None,
         remedy: str = "shorten it, or raise max_model_len",
+        read_images: Callable[[Any], list[int] | str] | None = None,
     ):
         """
         Args:
             tokenizer: None accepts token ids only.
             max_len: tokens of the longest sequence, at most. None is unknown: a text of any length is tokenized.
             remedy: what to do about a text that is longer.
+            read_images: makes token ids of a prompt with images, or raises ValueError or TypeError. None refuses them.
         """
+        self._read_images = read_images
         self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
         self._renderer = TemplateRenderer(tokenizer)
+        self._write_images: Callable[[str], str] = str
         self._bos = getattr(tokenizer, "bos_token_id", None)
 
     def encode(self, prompts: Iterable[Prompt], **options: bool) -> list[Any]:
@@ -50,7 +54,7 @@ class PromptEncoder:
         texts: dict[int, str] = {}  # index of the prompt -> its text
         for i, prompt in enumerate(prompts):
             try:
-                found.append(prompt if type(prompt) in (list, str) else read_prompt(prompt))
+                found.append(prompt if type(prompt) in (list, str) else self._read(prompt))
                 if isinstance(found[i], str):
                     self.check_text(found[i])
                     texts[i] = found[i]
@@ -70,14 +74,28 @@ class PromptEncoder:
                 found[i] = token_ids
         return found
 
-    def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[list[int]]:
-        """Token ids of each conversation. The arguments are those of TemplateRenderer.render. Raises ValueError or
-        TypeError, naming the argument or the conversation."""
+    def _read(self, prompt: Any) -> Any:
+        return self._read_images(prompt) if self._read_images and has_images(prompt) else read_prompt(prompt)
+
+    def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[Any]:
+        """Token ids of each conversation; of one with images {"prompt_token_ids": ..., "images": their sources}. The
+        arguments are those of TemplateRenderer.render. Raises ValueError or TypeError, naming the argument or the
+        conversation."""
+        rendered = self._renderer.render(messages, *arguments, **options)
+        texts = [each.text for each in rendered]
+        for i, each in enumerate(rendered):
+            if each.images:
+                try:
+                    texts[i] = self._write_images(each.text)
+                except ValueError as error:
+                    raise ValueError(f"conversation {i}: {error}") from error
         # The template writes the special tokens.
-        encoded = self.encode(self._renderer.render(messages, *arguments, **options), add_special_tokens=False)
+        encoded = self.encode(texts, add_special_tokens=False)
         for i, token_ids in enumerate(encoded):
             if isinstance(token_ids, Exception):
                 raise ValueError(f"conversation {i}: {token_ids}") from token_ids
+            if rendered[i].images:
+                encoded[i] = {"prompt_token_ids": token_ids, "images": rendered[i].images}
         return encoded
 
     def encode_chat(
@@ -87,7 +105,7 @@ class PromptEncoder:
         tools: Iterable[Tool] | None = None,
         kwargs: Variables | None = None,
         needed: Iterable[str] = (),
-    ) -> list[int]:
+    ) -> Any:
         """Token ids of one conversation that is to be answered. As encode_chats, but errors do not name the
         conversation."""
         try:
@@ -96,6 +114,14 @@ class PromptEncoder:
         except ValueError as error:
             raise ValueError(str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")) from error
         return token_ids
+
+    def accept_images(self, write_images: Callable[[str], str]) -> None:
+        """From now on conversations may have images. write_images: gives a prompt's text a token for each image."""
+        self._renderer.reads_images, self._write_images = True, write_images
+
+    @property
+    def accepts_images(self) -> bool:
+        return self._renderer.reads_images
 
     def template_text(self, chat_template: Template | None = None) -> str:
         """The text of a chat template, as chat() takes it; "" if there is none. Raises ValueError or TypeError."""

@@ -28,6 +28,9 @@ _FORMS = (
 )
 
 
+NO_IMAGES = "is an image, and this model reads no images"
+
+
 def as_prompts(prompts: Any, name: str = "prompts", tokenizer: object = None) -> Iterable[Prompt]:
     """The prompts in a caller's argument, called `name`.
 
@@ -40,9 +43,9 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: object = None) ->
         return [prompts]
     if type(prompts) is list and prompts and type(prompts[0]) in (str, list):  # what most callers pass
         return prompts
-    if isinstance(prompts, Mapping):
+    if isinstance(prompts, Mapping) or has_images(prompts):
         try:
-            return _encoded_rows(prompts) if "input_ids" in prompts else [read_prompt(prompts)]
+            return _batch_of(prompts)
         except (TypeError, ValueError) as error:
             raise type(error)(f"{name}: {error}") from None
     values = _plain(prompts)
@@ -58,12 +61,27 @@ def as_prompts(prompts: Any, name: str = "prompts", tokenizer: object = None) ->
     return [values] if isinstance(values, Sequence) and _is_flat(values) else values
 
 
+def _batch_of(prompt: Any) -> list[Any]:
+    """A batch of one prompt, or a tokenizer's output for several."""
+    if has_images(prompt):
+        return [prompt]
+    return _encoded_rows(prompt) if "input_ids" in prompt else [read_prompt(prompt)]
+
+
+def has_images(prompt: Any) -> bool:
+    """Whether it is a prompt with images: {"prompt": ..., "images": [...]}, or an `engine.images.ImagePrompt`."""
+    return (prompt.get("images") if isinstance(prompt, Mapping) else getattr(prompt, "images", None)) is not None
+
+
 def read_prompt(prompt: Any) -> str | list[int]:
-    """A prompt's text or token ids. The items of the list are not checked. Raises TypeError or ValueError."""
+    """A prompt's text or token ids. The items of the list are not checked. Raises TypeError or ValueError, also for one
+    with images, which `ImagePrompts` reads."""
     if isinstance(prompt, str | list):
         return prompt
     if isinstance(prompt, Exception):  # of one that could not be made
         raise prompt
+    if has_images(prompt):
+        raise TypeError("has images: only completions can be asked for, by generate and its like")
     if isinstance(prompt, Mapping):
         if "input_ids" in prompt:
             rows = _encoded_rows(prompt)

@@ -15,6 +15,7 @@ from nanovllm.engine.length_limit import LengthLimit
 from nanovllm.engine.request import Completion, Request
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.text.detokenizer import Detokenizer
+from nanovllm.engine.text.image_prompts import ImagePrompts
 from nanovllm.engine.text.pooled_requests import PooledRequests
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
 from nanovllm.engine.text.prompts import Prompt, as_array, read_prompt
@@ -40,7 +41,10 @@ class SequenceMaker:
     def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase | None", length_limit: LengthLimit):
         """tokenizer: None accepts token ids only."""
         self.num_requests = 0
-        self.encoder = PromptEncoder(tokenizer, length_limit.max_seq_len, length_limit.remedy)
+        limits = length_limit.max_seq_len, length_limit.remedy
+        self.encoder = PromptEncoder(tokenizer, *limits, lambda prompt: self.image_prompts.read(prompt))
+        if hasattr(config.hf_config, "vision"):
+            self.encoder.accept_images(lambda text: self.image_prompts.reader.write_images(text))
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._vocab_size = config.hf_config.vocab_size
         self._eos = config.eos
@@ -55,6 +59,11 @@ class SequenceMaker:
     def pooled(self) -> PooledRequests:
         """What requests can be asked for that want a vector."""
         return PooledRequests(self._config, self._tokenizer)
+
+    @cached_property
+    def image_prompts(self) -> ImagePrompts:
+        """Reads prompts with images."""
+        return ImagePrompts(self._config, self._tokenizer)
 
     def make_one(self, prompt: Prompt, params: SamplingParams | PoolingParams, streams: bool = False) -> list[Sequence]:
         """The samples of one request. streams: as in make_all. Raises as make_all."""
@@ -127,13 +136,13 @@ class SequenceMaker:
         except (TypeError, ValueError) as error:
             raise type(error)(f"{where}{error}") from error
         if not (self._generates and isinstance(params, SamplingParams)):
-            return self._make_pooled(tokens, params, where_params, index)
+            return self._make_pooled(tokens, params, where_params, index, hasattr(token_ids, "images"))
         special = NOTHING_SPECIAL
         names_tokens = params.stop or params.stop_token_ids or params.edits_logits or params.logprob_token_ids
         has_form = params.structured_outputs is not None or params.thinking_token_budget is not None
-        if names_tokens or has_form or params.extra_args:
+        if names_tokens or has_form or params.extra_args or hasattr(token_ids, "images"):
             try:
-                params, special = self._special.read(params, tokens)
+                params, special = self._special.read(params, tokens, getattr(token_ids, "images", None))
             except (ValueError, ImportError) as error:
                 raise type(error)(f"{where_params}{error}") from error
         request_id = self.num_requests
@@ -155,8 +164,12 @@ class SequenceMaker:
             seqs.append(special.sequence(tokens, params, request, completion, of_sample))
         return seqs
 
-    def _make_pooled(self, tokens: array, params: object, where_params: str, index: int) -> list[Sequence]:
+    def _make_pooled(
+        self, tokens: array, params: object, where_params: str, index: int, has_images: bool
+    ) -> list[Sequence]:
         """The one sequence of a request that asks for a vector. Raises TypeError or ValueError for any other."""
+        if has_images:
+            raise ValueError(f"{where_params}a prompt with images gives completions, and no vectors")
         request = self.pooled.make(params, where_params)
         request.request_id, request.prompt_index = self.num_requests, index
         self.num_requests += 1
@@ -169,6 +182,8 @@ class SequenceMaker:
             try:
                 if isinstance(token_ids, Exception):
                     raise token_ids
+                if hasattr(token_ids, "images"):
+                    raise TypeError("has images: only completions can be asked for, by generate and its like")
                 encoded.append(as_array(token_ids, self._vocab_size))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name}[{i}]: {error}") from error

@@ -1,11 +1,13 @@
 """What some requests ask for beside a temperature and a length: stop strings, edits of logits, grammars."""
 
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from nanovllm.config import Config
+from nanovllm.engine.features.images.image_sequence import ImageSequence, PlacedImages, ThinkingImageSequence
 from nanovllm.engine.features.logits.logit_edits import LogitEdits, tokenize_bad_words
 from nanovllm.engine.features.logits.structured import Grammars
 from nanovllm.engine.features.logits.thinking import Thinking, ThinkingSequence
@@ -35,7 +37,7 @@ class Special:
     logit_edits: LogitEdits | None = None
     grammars: Grammars | None = None  # Each sample starts one.
     thinking: Thinking | None = None  # Each sample has a copy.
-    sequence: type[Sequence] = Sequence
+    sequence: Callable[..., Sequence] = Sequence
 
 
 NOTHING_SPECIAL = Special()
@@ -59,9 +61,11 @@ class SpecialOptions:
             StopStrings, lambda texts, _: sum(map(len, texts)), _MAX_STOP_CHARACTERS
         )
 
-    def read(self, params: SamplingParams, tokens: array) -> tuple[SamplingParams, Special]:
-        """The params without those stop strings that became stop tokens, and what they ask for. tokens: the prompt's.
-        Raises ValueError or ImportError for what this model cannot do."""
+    def read(
+        self, params: SamplingParams, tokens: array, images: PlacedImages | None = None
+    ) -> tuple[SamplingParams, Special]:
+        """The params without those stop strings that became stop tokens, and what they ask for. tokens, images: the
+        prompt's. Raises ValueError or ImportError for what this model cannot do."""
         for name, value in dict(params.extra_args).items():
             if name not in self._features:
                 features = ", ".join(self._features) or "none"
@@ -87,11 +91,13 @@ class SpecialOptions:
             edits = self._logit_edits.get(params if params.seed is None else replace(params, seed=None))
         form = params.structured_outputs
         grammars = None if form is None else self._read_form(form)
-        special = Special(stop_tokens, stop_strings, edits, grammars)
-        if form is None and params.thinking_token_budget is None:
-            return params, special
-        thinking = self._start_thinking(params, tokens, edits)
-        return params, special if thinking is None else replace(special, thinking=thinking, sequence=ThinkingSequence)
+        thinking = None
+        if form is not None or params.thinking_token_budget is not None:
+            thinking = self._start_thinking(params, tokens, edits)
+        sequence: Callable[..., Sequence] = Sequence if thinking is None else ThinkingSequence
+        if images is not None:
+            sequence = partial(ImageSequence if thinking is None else ThinkingImageSequence, images=images)
+        return params, Special(stop_tokens, stop_strings, edits, grammars, thinking, sequence)
 
     def _start_thinking(self, params: SamplingParams, tokens: array, edits: LogitEdits | None) -> Thinking | None:
         """What the samples of a prompt begin with, if their form or their budget depends on their thinking."""

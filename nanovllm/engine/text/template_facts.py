@@ -84,6 +84,8 @@ class TemplateFacts:
                 if forms == ("parts",):
                     message = message | {"content": [{"type": "text", "text": content}]}
             elif content is not None and "parts" not in forms:
+                if any(part["type"] != "text" for part in content):
+                    raise ValueError("it shows texts alone, and no images")
                 message = message | {"content": "\n".join(part["text"] for part in content)}
             expected.append(message)
         return expected, hidden

@@ -8,13 +8,25 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from nanovllm import LLM, EngineStats, PoolingParams, SamplingParams, StreamDelta
+from nanovllm import (
+    LLM,
+    EngineStats,
+    ImageRules,
+    PoolingParams,
+    SamplingParams,
+    StreamDelta,
+    as_conversations,
+    find_image_reader,
+    image_sources,
+    with_images,
+)
 from nanovllm.integrations.serving.background import Background
 from nanovllm.openai_format.request_names import ChatOptions
 
 logger = logging.getLogger(__name__)
 
 _WAKE = object()
+MAX_IMAGES = 64  # of a request
 REQUESTS_AT_ONCE = 32  # read between two steps: enough to fill a batch, but too few to delay a step by tokenizing them
 
 
@@ -61,15 +73,27 @@ class EngineLoop:
         error: what ended the engine; None while it works.
         answers: how the model's answers to chats are written.
         background: for requests that go behind those of the event loop.
+        images: reads those of conversations; None if the model reads none.
     """
 
-    def __init__(self, llm: LLM, chat_template: str | None = None):
-        """chat_template: a Jinja template; None: the tokenizer's."""
+    def __init__(self, llm: LLM, chat_template: str | None = None, image_rules: ImageRules | None = None):
+        """
+        Args:
+            chat_template: a Jinja template; None: the tokenizer's.
+            image_rules: which images are read; None: those that requests hold themselves, as data: URLs.
+        """
         self.error: BaseException | None = None
         self.on_death: Callable[[], None] = lambda: None  # called in the event loop
         self._llm = llm
         self.answers = llm.answer_format(chat_template)
         self._encoder, self._chat_template = llm.prompt_encoder, chat_template
+        self.images = find_image_reader(
+            llm.config.model,
+            None,
+            llm.get_tokenizer(),
+            ImageRules(max_images=MAX_IMAGES) if image_rules is None else image_rules,
+            str(llm.config.dtype).removeprefix("torch."),
+        )
         # New submissions and cancelled ones; _WAKE if there is something to do in the background; None at the end.
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.background = Background(llm, self._wake)
@@ -91,6 +115,21 @@ class EngineLoop:
         """Drop all requests, and wait for the step under way."""
         self._inbox.put(None)
         self._thread.join()
+
+    def read_images(self, submission: Submission) -> None:
+        """Read the images of a submission's conversations before it is submitted, so that no step waits for them. Takes
+        as long as they take to come and to be decoded. Raises ValueError or TypeError."""
+        if self.images is None or submission.chat_options is None:
+            return
+        for index, messages in enumerate(submission.prompts):
+            try:
+                (conversation,) = as_conversations([messages])
+            except ValueError as error:
+                raise ValueError(
+                    str(error).removeprefix("conversation 0: ").removeprefix("conversation 0, ")
+                ) from error
+            if sources := image_sources(conversation):
+                submission.prompts[index] = with_images(conversation, self.images.read_all(sources))
 
     def submit(self, submission: Submission) -> None:
         """Its events begin to come. Raises ServerEnds."""
@@ -171,8 +210,9 @@ class EngineLoop:
             params = self.answers.with_tags(params)
         try:
             for index, prompt in enumerate(submission.encoded(self._llm)):
-                token_ids = self._read_prompt(prompt, submission.chat_options)
-                request_id = self._llm.add_request(token_ids, params, streams=True)
+                read = self._read_prompt(prompt, submission.chat_options)
+                request_id = self._llm.add_request(read, params, streams=True)
+                token_ids: Any = read if isinstance(read, list) else read.token_ids
                 submission.request_ids.append(request_id)
                 self._submissions[request_id], self._num_left[request_id] = (submission, index), submission.num_samples
                 num_prompt_tokens += len(token_ids)
@@ -185,10 +225,13 @@ class EngineLoop:
         else:
             self._post([(submission, num_prompt_tokens)])
 
-    def _read_prompt(self, prompt: Any, chat_options: ChatOptions | None) -> list[int]:
-        """Token ids. Raises ValueError or TypeError."""
+    def _read_prompt(self, prompt: Any, chat_options: ChatOptions | None) -> Any:
+        """Token ids, or an ImagePrompt. Raises ValueError or TypeError."""
         if chat_options is not None:
-            return self._encoder.encode_chat(prompt, self._chat_template, *chat_options)
+            encoded = self._encoder.encode_chat(prompt, self._chat_template, *chat_options)
+            if isinstance(encoded, dict) and self.images is not None:  # They have been read.
+                return self.images.prompt(encoded["prompt_token_ids"], encoded["images"])
+            return encoded
         if not isinstance(prompt, str | list):
             raise TypeError(f"prompt: must be a text or a list of token ids, not {type(prompt).__name__}")
         (token_ids,) = self._encoder.encode([prompt])

@@ -5,6 +5,7 @@ import logging
 import os
 import socket
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from ipaddress import ip_address
@@ -18,13 +19,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from nanovllm import LLM
+from nanovllm import LLM, ImageRules
 from nanovllm.integrations.serving.access_log import AccessLog, show_access_log
 from nanovllm.integrations.serving.batches.routes import BatchRoutes
 from nanovllm.integrations.serving.batches.runner import BatchRunner
 from nanovllm.integrations.serving.batches.store import open_store
 from nanovllm.integrations.serving.calls import Call, FailedAnswer, error_body
-from nanovllm.integrations.serving.engine_loop import EngineDied, EngineLoop, ServerEnds
+from nanovllm.integrations.serving.engine_loop import MAX_IMAGES, EngineDied, EngineLoop, ServerEnds
 from nanovllm.integrations.serving.guard import Guard
 from nanovllm.integrations.serving.metrics import CONTENT_TYPE, Metrics
 from nanovllm.integrations.serving.pooled import PooledServerCall
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 2**24
 SECONDS_TO_END = 1  # that the calls under way have when the server ends
+_IMAGE_THREADS = 8  # that read requests' images; other requests do not wait for them
 _TYPES = {500: "server_error", 503: "server_error"}
 
 
@@ -47,6 +49,7 @@ class Api:
         """batches: None for no routes of batches. splits: splits_reasoning and splits_tool_calls, as Call's."""
         self._engine, self._responder, self._batches, self._splits = engine, responder, batches, splits
         self._metrics = Metrics(responder.model)
+        self._image_threads = ThreadPoolExecutor(_IMAGE_THREADS, "nanovllm-images")
 
     def app(self) -> Starlette:
         routes = [
@@ -79,6 +82,7 @@ class Api:
             if self._batches is not None:
                 await asyncio.to_thread(self._batches.stop)
             await asyncio.to_thread(self._engine.stop)
+            self._image_threads.shutdown(wait=False, cancel_futures=True)
 
     # -- for those who watch the server ------------------------------------------------------------------------------
 
@@ -116,6 +120,9 @@ class Api:
             call = make_call(body)
             call.record.metrics = self._metrics
             request.state.record = call.record
+            if self._engine.images is not None:
+                loop = asyncio.get_running_loop()
+                await loop.run_in_executor(self._image_threads, self._engine.read_images, call.submission)
             self._engine.submit(call.submission)
             try:
                 if isinstance(call, Call) and call.streams:
@@ -239,6 +246,10 @@ def serve(
     batches: str | None = None,
     batch_file_max_mib: int = 200,
     batches_max_gib: float = 20,
+    image_root: str | None = None,
+    allow_remote: bool = False,
+    max_image_mib: float | None = None,
+    max_image_megapixels: float | None = None,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C, which raises KeyboardInterrupt.
@@ -256,6 +267,9 @@ def serve(
         batches: the folder of files and batches; None serves none. Batches that are under way there go on.
         batch_file_max_mib: MiB of one file that is uploaded.
         batches_max_gib: GiB of the folder, beyond which no file is uploaded and no batch begins.
+        image_root: the folder below which images of requests are read; None reads no files.
+        allow_remote: whether images are fetched by http and https, from public addresses alone.
+        max_image_mib, max_image_megapixels: limits of an image's file and of its pixels; None: ImageRules'.
         options: LLM's.
 
     Raises:
@@ -264,6 +278,9 @@ def serve(
     """
     if access_log:
         show_access_log()
+    limits: Any = {"max_image_mib": max_image_mib, "max_image_megapixels": max_image_megapixels}
+    limits = {name: value for name, value in limits.items() if value is not None} | {"max_images": MAX_IMAGES}
+    image_rules = ImageRules(image_root=image_root, allow_remote=allow_remote, **limits)
     api_key = api_key or os.environ.get("NANOVLLM_API_KEY")
     if api_key is None and not _is_loopback(host):
         logger.warning("host=%s: whoever reaches this machine may use the model; consider --api-key", host)
@@ -274,7 +291,7 @@ def serve(
         open_store(batches, batch_file_max_mib << 20, int(batches_max_gib * 2**30)) as store,
         LLM(model, **options) as llm,
     ):
-        engine = EngineLoop(llm, chat_template)
+        engine = EngineLoop(llm, chat_template, image_rules)
         responder = Responder(served_model_name or model, llm.get_tokenizer)
         runner = None
         if store is not None:

@@ -18,7 +18,7 @@ from nanovllm.openai_format.request_names import ChatOptions
 from nanovllm.utils.text_json import as_json
 
 if TYPE_CHECKING:  # The reading process has no torch.
-    from nanovllm import LLM, RequestChecker
+    from nanovllm import LLM, ImageReader, RequestChecker
 
 _MAX_TOOLS = 256  # sets of tools that are kept
 
@@ -38,17 +38,17 @@ class Generate(Task):
     def describe(self) -> Row:
         return self.line_format.sampling | self.line_format.given()
 
-    def preparer(self, tokenizer: Any, max_len: int | None, chat_format: str | None) -> "GeneratePreparer":
-        return GeneratePreparer(tokenizer, self.line_format, max_len, chat_format)
+    def preparer(
+        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | None" = None
+    ) -> "GeneratePreparer":
+        return GeneratePreparer(tokenizer, self.line_format, max_len, chat_format, images)
 
     def check(self, checker: "RequestChecker", lines: Sequence[Line]) -> list[int | Exception]:
-        prompts: list[Any] = [line.prompt for line in lines]
-        errors = checker.check(prompts, [line.params for line in lines])
-        return [len(prompt) if error is None else error for prompt, error in zip(prompts, errors, strict=True)]
+        errors = checker.check(map(_of_engine, lines), [line.params for line in lines])
+        return [line.num_prompt_tokens if error is None else error for line, error in zip(lines, errors, strict=True)]
 
     def check_options(self, checker: "RequestChecker", lines: Sequence[Line]) -> None:
-        prompts: list[Any] = [line.prompt for line in lines]
-        errors = checker.check(prompts, [self.line_format.base_params] * len(prompts))
+        errors = checker.check(map(_of_engine, lines), [self.line_format.base_params] * len(lines))
         # A prompt that is too long is refused before its parameters are looked at.
         of_options = [error for error in errors if error is None or str(error).startswith("sampling_params")]
         if of_options and all(of_options):
@@ -65,8 +65,10 @@ class Generate(Task):
                 if prepared is None:
                     yield NO_PROMPT, None
                 else:
-                    under_way[next(indices)] = prepared
-                    yield prepared.line.prompt, prepared.line.params
+                    line: Line = prepared.line
+                    # The engine alone keeps the images, as long as it needs them.
+                    under_way[next(indices)] = prepared._replace(line=line._replace(images=()))
+                    yield _of_engine(line), line.params
 
         pairs, same_pairs = tee(requests())
         prompts, params = (prompt for prompt, _ in pairs), (params for _, params in same_pairs)
@@ -92,13 +94,37 @@ class Generate(Task):
         return dict.fromkeys((*self.line_format.text_keys, *self.line_format.json_keys), pa.string())
 
 
+def _of_engine(line: Line) -> Any:
+    """A line's prompt as an engine takes it. Its images have been read."""
+    if not line.images:
+        return line.prompt
+    from nanovllm import ImagePrompt
+
+    token_ids: Any = line.prompt
+    return ImagePrompt(token_ids, [image.unpack() for image in line.images])
+
+
 class GeneratePreparer:
     """Turns lines into requests: chat template and tokenizer, many lines at a time."""
 
-    def __init__(self, tokenizer: Any, line_format: LineFormat, max_len: int | None, chat_format: str | None = None):
-        """max_len: tokens of the longest sequence, at most. None is unknown. chat_format: of answers to chats."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        line_format: LineFormat,
+        max_len: int | None,
+        chat_format: str | None = None,
+        images: "ImageReader | None" = None,
+    ):
+        """
+        Args:
+            max_len: tokens of the longest sequence, at most. None is unknown.
+            chat_format: of answers to chats.
+            images: reads those of lines; None refuses them.
+        """
         self._tokenizer, self._format, self._chat_format = tokenizer, line_format, chat_format
-        self._encoder = PromptEncoder(tokenizer, max_len)
+        self._encoder, self._images = PromptEncoder(tokenizer, max_len), images
+        if images is not None:
+            self._encoder.accept_images(images.write_images)
         self._tools: dict[str, list[Any]] = {}  # those of late, by their JSON
 
     @cached_property
@@ -108,7 +134,8 @@ class GeneratePreparer:
         return AnswerFormat(self._tokenizer, find_format(self._tokenizer, template, self._chat_format, log=False))
 
     def prepare(self, raw_lines: Iterable[tuple[int, RawLine]]) -> list[Prepared]:
-        """Raises nothing: what is wrong with a line is its error."""
+        """Raises nothing: what is wrong with a line is its error. Images are left to `read_images`: a line's prompt has
+        one token for each of them."""
         lines = [(position, raw, self._read(raw)) for position, raw in raw_lines]
         prompts: Any = [line.prompt for _, _, line in lines if isinstance(line, Line) and not line.is_chat]
         encoded = iter(self._encoder.encode(prompts))
@@ -117,6 +144,9 @@ class GeneratePreparer:
             result: Line | Exception = line
             if isinstance(line, Line):
                 prompt: Any = self._encode_chat(line) if line.is_chat else next(encoded)
+                if isinstance(prompt, dict):
+                    line = line._replace(images=tuple(prompt["images"]))
+                    prompt = prompt["prompt_token_ids"]
                 # The engine's process gets no tools, unless it reads calls by them: many lines have the same thousands
                 # of characters.
                 is_wrong = isinstance(prompt, Exception)
@@ -141,9 +171,26 @@ class GeneratePreparer:
         if raw.row is None:
             return ValueError(raw.error)
         try:
-            return self._format.read(raw.row, raw.id)
+            line = self._format.read(raw.row, raw.id)
+            if line.images and self._images is None:
+                raise ValueError("has images, and this model reads no images")
+            if line.images and isinstance(line.prompt, str):
+                line = line._replace(prompt=self._images.write_images(line.prompt))  # type: ignore[union-attr]
+            return line
         except (TypeError, ValueError) as error:
             return error
+
+    def read_images(self, prepared: Prepared) -> Prepared:
+        line: Line | None = prepared.line
+        if line is None or not line.num_images:
+            return prepared
+        reader: Any = self._images
+        try:
+            reader.check_places(line.prompt, len(line.images))
+            images = tuple(reader.read_all(line.images))
+            return prepared._replace(line=line._replace(prompt=reader.expand(line.prompt, images), images=images))
+        except (TypeError, ValueError, OSError, MemoryError) as error:
+            return prepared._replace(line=None, error=str(error) or type(error).__name__)
 
     def _encode_chat(self, line: Line) -> list[int] | Exception:
         try:

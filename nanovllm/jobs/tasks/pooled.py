@@ -20,7 +20,7 @@ from nanovllm.utils.checks import require
 from nanovllm.utils.text_json import parse_json
 
 if TYPE_CHECKING:  # The reading process has no torch.
-    from nanovllm import LLM, PoolingParams, RequestChecker
+    from nanovllm import LLM, ImageReader, PoolingParams, RequestChecker
 
 ROW_KEYS = ("id", "num_prompt_tokens")
 
@@ -62,7 +62,9 @@ class PooledTask(Task):
 
     # -- lines -----------------------------------------------------------------------------------------------------
 
-    def preparer(self, tokenizer: Any, max_len: int | None, chat_format: str | None) -> "PooledPreparer":
+    def preparer(
+        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | None" = None
+    ) -> "PooledPreparer":
         return PooledPreparer(self, PromptEncoder(tokenizer, max_len))
 
     def read(self, row: Row) -> PooledLine:

@@ -42,5 +42,5 @@ class StateColumns(Columns):
         order = arrays["row_order"][:num_rows] if kind.is_mixed else None
         return {name: arrays[name][:num_rows] for name in self._names} | {"row_order": order}
 
-    def prefill_context(self, arrays):
+    def prefill_context(self, arrays, step):
         return {"cells": arrays["cells"]}

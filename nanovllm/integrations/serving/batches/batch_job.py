@@ -85,6 +85,7 @@ class BatchArguments(Arguments):
     ):
         """checker: of this model's requests. task, of_lines: of `make_task`."""
         super().__init__(llm, {}, task, **of_lines)
+        self.image_rules = None  # The background puts lines back, and would keep their images.
         self.task = self.task.of_model(checker)
         self._llm, self._background, self._served_name, self._check = llm, background, served_name, check
 

@@ -1,0 +1,50 @@
+"""Options of a job's images: where they are, and which are read."""
+
+import os
+from typing import Any
+
+from nanovllm import ImageRules
+from nanovllm.jobs.image_files import find_images
+from nanovllm.jobs.inputs import Inputs
+from nanovllm.utils.checks import require
+
+
+def image_rules(
+    image_root: str | os.PathLike[str] | None,
+    allow_remote: bool,
+    max_image_mib: float | None,
+    max_image_megapixels: float | None,
+    folder: str | None,
+) -> ImageRules:
+    """The rules of a job's options. folder: the root if no other one is given. Raises ValueError for a wrong option."""
+    limits = {"max_image_mib": max_image_mib, "max_image_megapixels": max_image_megapixels}
+    given: Any = {name: value for name, value in limits.items() if value is not None}
+    root: Any = folder if image_root is None else image_root
+    return ImageRules(image_root=root, allow_remote=allow_remote, **given)
+
+
+def folder_of(paths: list[str]) -> str | None:
+    """The one that holds all files of an input; None if they are in several, or elsewhere than on this machine."""
+    folders = {None if "://" in path else os.path.dirname(os.path.abspath(path)) for path in paths}
+    return folders.pop() if len(folders) == 1 else None
+
+
+def ask_images(input: Any, images: Any, prompt: Any, limits: tuple[Any, Any, Any, Any]) -> tuple[Inputs, ImageRules]:
+    """The lines of a job that asks the same of each image, and its rules.
+
+    Args:
+        input: must be None.
+        images: as of find_images.
+        prompt: what is asked.
+        limits: the arguments of image_rules, without the folder.
+
+    Raises ValueError, or FileNotFoundError.
+    """
+    if input is not None:
+        raise ValueError("input: cannot be given with images and prompt, which make the lines")
+    if images is None:
+        raise ValueError("prompt: needs images (--images), of which it is asked")
+    require("prompt", prompt, isinstance(prompt, str) and prompt != "", "what is asked of each image, a text")
+    found = find_images(images)
+    rules = image_rules(*limits, found.folder)
+    return Inputs(found.paths, found.names, image_prompt=prompt), rules

@@ -1,0 +1,201 @@
+"""Tiny random checkpoints with vision towers, images for them, and transformers' completions of prompts with images."""
+
+import random
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import transformers
+from checkpoints import VOCAB_SIZE, random_prompt, randomize
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+IMAGE, BEGIN, END, VIDEO = 310, 311, 312, 313  # token ids
+
+_TEXT = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "tie_word_embeddings": False,
+}
+_QWEN_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_heads": 2,
+    "patch_size": 8,
+    "out_hidden_size": 64,
+    "num_position_embeddings": 64,
+}
+_QWEN_TOKENS = {"image_token_id": IMAGE, "vision_start_token_id": BEGIN, "vision_end_token_id": END}
+_QWEN_TOKENS |= {"video_token_id": VIDEO}
+
+
+class VisionFamily(NamedTuple):
+    """A row.
+
+    Attributes:
+        architecture: the name in config.json.
+        text, vision, fields: of the configuration.
+        processor: transformers' image processor and its options.
+    """
+
+    architecture: str
+    text: dict[str, Any]
+    vision: dict[str, Any]
+    fields: dict[str, Any]
+    processor: tuple[str, dict[str, Any]]
+
+
+_QWEN_PROCESSOR = "Qwen2VLImageProcessorPil", {"patch_size": 8, "min_pixels": 256, "max_pixels": 16384}
+_QWEN3_5_TEXT = {
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    "layer_types": ["linear_attention", "full_attention", "full_attention"],
+    "head_dim": 32,  # of which RoPE turns a half
+    "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2]},
+}
+_GEMMA3_TEXT = {
+    **{"sliding_window": 13, "sliding_window_pattern": 2, "rope_theta": 700.0, "rope_local_base_freq": 30.0},
+    **{"query_pre_attn_scalar": 50, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+}
+_SIGLIP = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"image_size": 64, "patch_size": 8, "vision_use_head": False},
+}
+_GEMMA4_TEXT = {
+    **{"sliding_window": 13, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "global_head_dim": 32},
+    **{"layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "attention_k_eq_v": True},
+    **{"num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"},
+    **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": 0},
+}
+_GEMMA4_TOWER = {
+    **{"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2},
+    **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2},
+    **{"position_embedding_size": 64, "standardize": True},
+}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+_EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+VISION_FAMILIES = {
+    "qwen3_vl": VisionFamily(
+        "Qwen3VLForConditionalGeneration",
+        # Of 8 pairs of dimensions, time has 4.
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}},
+        _QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
+        _QWEN_TOKENS,
+        _QWEN_PROCESSOR,
+    ),
+    "qwen3_5": VisionFamily(
+        "Qwen3_5ForConditionalGeneration",
+        _QWEN3_5_TEXT,
+        _QWEN_TOWER,
+        _QWEN_TOKENS,
+        _QWEN_PROCESSOR,
+    ),
+    "gemma3": VisionFamily(
+        "Gemma3ForConditionalGeneration",
+        _GEMMA3_TEXT,
+        _SIGLIP,
+        {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END, "mm_tokens_per_image": 16},
+        ("Gemma3ImageProcessorPil", {"size": {"height": 64, "width": 64}}),
+    ),
+    "gemma4": VisionFamily(
+        "Gemma4ForConditionalGeneration",
+        _GEMMA4_TEXT,
+        _GEMMA4_TOWER,
+        {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None},
+        ("Gemma4ImageProcessorPil", {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2}),
+    ),
+    "qwen3_5_moe": VisionFamily(
+        "Qwen3_5MoeForConditionalGeneration",
+        _QWEN3_5_TEXT | _EXPERTS,
+        _QWEN_TOWER,
+        _QWEN_TOKENS,
+        _QWEN_PROCESSOR,
+    ),
+}
+
+
+def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
+    row = VISION_FAMILIES[family]
+    parts = {"text_config": _TEXT | row.text, "vision_config": row.vision}
+    config = AutoConfig.for_model(family, **parts, **row.fields, tie_word_embeddings=False)
+    model = AutoModelForImageTextToText.from_config(config)
+    randomize(model, seed)
+    for name, buffer in model.named_buffers():
+        if name.endswith((".std_bias", ".std_scale")):  # of Gemma 4's tower
+            buffer.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
+    model.save_pretrained(directory)
+    name, options = row.processor
+    getattr(transformers, name)(**options).save_pretrained(directory)
+    return directory
+
+
+def draw_image(width: int, height: int, seed: int) -> Any:
+    """Of random pixels."""
+    from PIL import Image
+
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
+
+
+class VisionReference:
+    """The checkpoint in transformers, float32 on the CPU, one prompt at a time, and its image processor."""
+
+    def __init__(self, path: Path):
+        self.model = AutoModelForImageTextToText.from_pretrained(path).float().eval()
+        self._processor = transformers.AutoImageProcessor.from_pretrained(path)
+        self._known: dict[tuple, tuple[list[int], float]] = {}
+
+    @torch.inference_mode()
+    def generate(self, prompt: dict, max_tokens: int) -> tuple[list[int], float]:
+        """The greedy completion, and the smallest margin by which a token of it won."""
+        images, key = prompt["images"], (tuple(prompt["prompt"]), *map(id, prompt["images"]), max_tokens)
+        if key in self._known:
+            return self._known[key]
+        given: dict[str, Any] = {}
+        token_ids = prompt["prompt"]
+        if images:
+            found = self._processor(images=images, return_tensors="pt")
+            given = dict(found)
+            if "image_grid_thw" in found:
+                counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
+            else:
+                counts = iter(given.pop("num_soft_tokens_per_image", [16] * len(images)))
+            token_ids = [x for token in token_ids for x in [token] * (next(counts) if token == IMAGE else 1)]
+            given.pop("num_crops", None)
+            is_gemma3 = self.model.config.model_type == "gemma3"
+            given["token_type_ids" if is_gemma3 else "mm_token_type_ids"] = (torch.tensor([token_ids]) == IMAGE).int()
+        out = self.model.generate(
+            torch.tensor([token_ids]),
+            attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+            **given,
+        )
+        first, second = torch.cat(out.logits).topk(2).values.unbind(-1)
+        self._known[key] = out.sequences[0, len(token_ids) :].tolist(), (first - second).min().item()
+        return self._known[key]
+
+    def greedy(self, prompts: list[dict], max_tokens: int) -> list[list[int]]:
+        return [self.generate(prompt, max_tokens)[0] for prompt in prompts]
+
+    def draw_prompt(self, images: list, max_tokens: int, num_texts: int = 6, seed: int = 0) -> dict:
+        """Texts of a few tokens around the images, whose greedy completion is never won by less than 1e-3: far more
+        than float32 sums can differ by."""
+        for attempt in range(100):
+            rng = random.Random(f"{seed} {attempt}")
+            tokens = random_prompt(num_texts, rng.randrange(10**6), 300)
+            for _ in images:
+                tokens += [BEGIN, IMAGE, END, *random_prompt(num_texts, rng.randrange(10**6), 300)]
+            prompt = {"prompt": tokens, "images": images}
+            if self.generate(prompt, max_tokens)[1] >= 1e-3:
+                return prompt
+        raise AssertionError("no prompt has a clear completion")

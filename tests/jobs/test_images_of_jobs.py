@@ -1,0 +1,334 @@
+"""The images of jobs' lines: found, told apart, refused, and read ahead of the engine in bounded memory."""
+
+import gc
+import sys
+import threading
+from multiprocessing import Pipe
+
+import numpy as np
+import pytest
+from job_files import by_id, read_folder, read_lines, write_lines
+
+pytest.importorskip("PIL", reason="needs the extra images")
+from PIL import Image
+from vision_stub import PLACE, stub_reader
+
+from nanovllm import PackedImage, SamplingParams, find_tokenizer
+from nanovllm.engine.text.image_reader import PackedArray
+from nanovllm.images.rules import ImageRules
+from nanovllm.jobs import check_batch, reader, run_batch
+from nanovllm.jobs.image_files import find_images, fingerprint_images
+from nanovllm.jobs.image_options import ask_images, folder_of
+from nanovllm.jobs.image_room import ImageRoom
+from nanovllm.jobs.lines import Line, LineFormat
+from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.progress import Generated, Progress
+from nanovllm.jobs.reader import ImagePlan, ReadAhead, ReadPlan, read, receive, send
+from nanovllm.jobs.receipts import ReceiptFormat
+from nanovllm.jobs.tasks.generate import Generate, GeneratePreparer
+from nanovllm.utils import threads
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}[image]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+PARAMS = SamplingParams()
+
+
+def save(path, height=2, width=3, colour=0):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (width, height), (colour, 0, 0)).save(path)
+    return path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Images of 2 to 4 rows."""
+    for number, name in enumerate(["a.png", "b.jpg", "inner/c.png"]):
+        save(tmp_path / "scans" / name, height=2 + number)
+    return tmp_path / "scans"
+
+
+@pytest.fixture
+def sees(monkeypatch):
+    """Jobs read images for a stub of a family, whose template is TEMPLATE."""
+
+    def find(model, revision, tokenizer, rules, dtype):
+        return stub_reader(tokenizer, rules=rules, dtype=dtype)
+
+    monkeypatch.setattr(reader, "find_image_reader", find)
+
+
+def plan_of(inputs, rules, path, **options) -> ReadPlan:
+    task = Generate(LineFormat(chat_template=TEMPLATE, **options))
+    images = ImagePlan(str(path), rules, None)
+    return ReadPlan(
+        inputs.paths, task, str(path), None, None, 16, None, inputs.names, None, images, inputs.image_prompt
+    )
+
+
+def lines_of(plan) -> dict:
+    return {prepared.id: prepared for batch in read(plan) for prepared in batch}
+
+
+# -- a folder of images ------------------------------------------------------------------------------------------------
+
+
+def test_each_file_is_a_line_called_by_its_path_below_the_folder(folder, tmp_path, monkeypatch):
+    found = find_images(str(folder / "**" / "*.*"))
+    assert (found.folder, found.names) == (str(folder), ["a.png", "b.jpg", "inner/c.png"])
+    monkeypatch.chdir(tmp_path)
+    assert find_images("scans/*.png").names == ["a.png"]
+    assert find_images(["scans/inner/*.png", "scans/a.png", "scans/*.png"]).names == ["a.png", "inner/c.png"]
+    assert find_images("scans/in*/c.png") == find_images(str(folder / "in*" / "c.png"))
+    assert find_images("scans/in*/c.png").names == ["inner/c.png"]
+    assert find_images("scans/inner/c.png").names == ["c.png"]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "error", "said"),
+    [
+        ("nothing/*.png", FileNotFoundError, "images='nothing/.*': there is no such file"),
+        ([], ValueError, "must name one file"),
+        ("s3://bucket/*.png", ValueError, "must be files of this machine"),
+        (".", ValueError, r"must name files, as 'folder/\*.png' does"),
+    ],
+)
+def test_images_that_are_not_there_are_named(patterns, error, said):
+    with pytest.raises(error, match=said):
+        find_images(patterns)
+
+
+def test_a_fingerprint_notices_names_sizes_and_contents(folder):
+    _, paths, names = find_images(str(folder / "**" / "*.*"))
+    before = fingerprint_images(paths, names)
+    assert fingerprint_images(paths, names) == before
+    assert before["num_files"] == 3
+    save(folder / "a.png", colour=1)  # The size stays.
+    assert fingerprint_images(paths, names) != before
+    save(folder / "a.png")
+    assert fingerprint_images(paths, names) == before
+    assert fingerprint_images(paths, [*names[:2], "inner/d.png"]) != before
+    large = np.zeros(100_000, np.uint8)
+    seen = set()
+    for place in (None, 0, 50_000, 99_999):
+        content = large.copy()
+        content[place or 0] = 0 if place is None else 1
+        (folder / "a.png").write_bytes(content.tobytes())
+        seen.add(fingerprint_images(paths, names)["fingerprint"])
+    assert len(seen) == 4
+
+
+def test_a_folder_is_read_with_the_prompt(folder, path, sees):
+    inputs, rules = ask_images(None, str(folder / "**/*.*"), "read", (None, False, None, None))
+    lines = lines_of(plan_of(inputs, rules, path))
+    tokenizer = find_tokenizer(str(path))
+    asked = tokenizer("read")["input_ids"]
+    assert {name: line.line.prompt for name, line in lines.items()} == {
+        name: [PLACE] * rows + asked for name, rows in (("a.png", 2), ("b.jpg", 3), ("inner/c.png", 4))
+    }
+    assert [line.line.num_images for line in lines.values()] == [1, 1, 1]
+    assert all(isinstance(line.line.images[0], PackedImage) for line in lines.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"images": "x.png"}, "prompt=None: must be what is asked of each image"),
+        ({"prompt": "read"}, "prompt: needs images"),
+        ({"images": "x.png", "prompt": "read", "input": "lines.jsonl"}, "input: cannot be given with images"),
+        ({"input": "lines.jsonl", "image_root": "/nowhere"}, "image_root='/nowhere': must be a folder"),
+    ],
+)
+def test_wrong_options_of_images_are_named(options, said, path, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save(tmp_path / "x.png")
+    write_lines(tmp_path / "lines.jsonl", [{"prompt": "a"}])
+    options = {"input": None} | options
+    with pytest.raises(ValueError, match=said):
+        run_batch(output=tmp_path / "answers", model=path, **options)
+    with pytest.raises(ValueError, match=said):
+        check_batch(model=path, **options)
+    assert not (tmp_path / "answers").exists()
+
+
+# -- lines of a file ---------------------------------------------------------------------------------------------------
+
+
+def test_lines_name_images_in_several_forms(folder, path, sees, tmp_path):
+    part = {"type": "image", "image": "a.png"}
+    url = {"type": "image_url", "image_url": {"url": f"file://{folder}/b.jpg"}}
+    both = [{"role": "user", "content": [part, {"type": "text", "text": "a"}, url]}]
+    rows = [
+        {"id": "parts", "messages": both},
+        {"custom_id": "openai", "body": {"messages": both}},
+        {"id": "column", "messages": [{"role": "user", "content": "a"}], "images": ["a.png", "b.jpg"]},
+        {"id": "one", "prompt": "[image]a", "images": "b.jpg"},
+        {"id": "ids", "prompt": [7, PLACE], "images": ["a.png"]},
+        {"id": "text", "prompt": "a", "images": None},
+    ]
+    file = write_lines(folder / "lines.jsonl", rows)
+    inputs = reader.Inputs([str(file)])
+    found = lines_of(plan_of(inputs, ImageRules(image_root=folder_of(inputs.paths)), path))
+    assert {each.error for each in found.values()} == {None}
+    (a,) = find_tokenizer(str(path))("a")["input_ids"]
+    assert {name: each.line.prompt for name, each in found.items()} == {
+        "parts": [PLACE] * 2 + [a] + [PLACE] * 3,
+        "openai": [PLACE] * 2 + [a] + [PLACE] * 3,
+        "column": [PLACE] * 5 + [a],
+        "one": [PLACE] * 3 + [a],
+        "ids": [7, PLACE, PLACE],
+        "text": [a],
+    }
+    assert [found[name].line.num_images for name in ("parts", "one", "text")] == [2, 1, 0]
+    assert not any(each.line.columns for each in found.values())  # They are no data.
+
+
+def test_wrong_images_are_errors_of_their_lines(folder, path, sees, tmp_path):
+    save(tmp_path / "secret.png")
+    (folder / "broken.png").write_bytes((folder / "a.png").read_bytes()[:30])
+    wrong = {
+        "outside": (["../secret.png"], "lies outside the folder"),
+        "missing": (["nothing.png"], "image 'nothing.png': it cannot be read"),
+        "broken": (["broken.png"], "it is a broken PNG file"),
+        "text": (["lines.jsonl"], "it is no image"),
+        "remote": (["http://127.0.0.1/a.png"], r"allow_remote \(--allow-remote\) is off"),
+        "many": (["a.png", "a.png"], "its prompt has 1 place for images, and it has 2 images"),
+        "form": (7, "images=7: must be a path, a URL, or a list of them"),
+    }
+    rows = [{"id": name, "prompt": "[image]a", "images": images} for name, (images, _) in wrong.items()]
+    file = write_lines(folder / "lines.jsonl", [*rows, {"id": "right", "prompt": "[image]", "images": "a.png"}])
+    plan = plan_of(reader.Inputs([str(file)]), ImageRules(image_root=str(folder)), path)
+    found = lines_of(plan)
+    assert found["right"].error is None
+    for name, (_, said) in wrong.items():
+        with pytest.raises(ValueError, match=said):
+            raise ValueError(found[name].error)
+
+
+def test_a_column_of_a_table_is_data_unless_it_is_named():
+    row = {"text": "a", "images": "x.png", "scan": "y.png"}
+    assert LineFormat(template="{text}").read(row, 0).columns == {"images": "x.png", "scan": "y.png"}
+    line = LineFormat(template="{text}", image_column="scan", system="b").read(row, 0)
+    assert line.columns == {"images": "x.png"}
+    assert line.prompt[1]["content"] == [{"type": "image", "image": "y.png"}, {"type": "text", "text": "a"}]
+    line = LineFormat(line_parameters=False).read({"prompt": "a", "images": "x.png"}, 0)
+    assert (line.images, line.columns) == ((), {"images": "x.png"})
+
+
+def test_a_deterministic_job_refuses_images():
+    with pytest.raises(ValueError, match="has images, of which a job with deterministic=True keeps no receipts"):
+        ReceiptFormat().read({"prompt": "a", "images": ["x.png"]}, 0)
+
+
+def test_the_root_is_the_one_folder_of_the_input(tmp_path):
+    assert folder_of([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]) == str(tmp_path)
+    assert folder_of([f"{tmp_path}/a.jsonl", f"{tmp_path}/c/b.jsonl"]) is None
+    assert folder_of(["s3://bucket/a.jsonl"]) is None
+
+
+def test_a_model_that_reads_no_images_refuses_lines_with_them(job, answers, tmp_path):
+    save(tmp_path / "x.png")
+    message = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
+    lines = [{"id": 1, "prompt": "a"}, {"id": 2, "prompt": "a", "images": ["x.png"]}, {"id": 3, "messages": [message]}]
+    summary = job(lines, chat_template=TEMPLATE)
+    assert (summary.num_answered, summary.num_failed) == (1, 2)
+    errors = by_id(read_lines(answers / "_errors.jsonl"))
+    assert [row["id"] for row in errors] == [2, 3]
+    assert all("this model reads no images" in row["error"] for row in errors)
+    assert [row["id"] for row in read_folder(answers)] == [1]
+
+
+# -- on the way to the engine ------------------------------------------------------------------------------------------
+
+
+def test_images_are_read_ahead_in_order_by_a_few_threads(monkeypatch):
+    monkeypatch.setattr(threads, "available_cores", lambda: 2)
+    lock, started, most_ahead, num_taken = threading.Lock(), [], 0, 0
+
+    class Slow:
+        def read_images(self, line):
+            with lock:
+                started.append(line)
+            return -line
+
+    for value in reader.with_images(range(100), Slow()):
+        num_taken += 1
+        most_ahead = max(most_ahead, len(started) - num_taken)
+        assert value == 1 - num_taken
+    assert num_taken == 100
+    assert most_ahead <= 4  # two lines a thread
+
+
+def test_arrays_travel_beside_the_pickle_and_may_be_written():
+    ours, theirs = Pipe()
+    batch = [Prepared(0, "a", "f", 1, {"values": np.arange(1000)}, None)]
+    thread = threading.Thread(target=send, args=(theirs, batch))
+    thread.start()
+    (received,) = receive(ours)
+    thread.join()
+    assert (received.line["values"] == np.arange(1000)).all()
+    received.line["values"][0] = 1
+    for connection in (ours, theirs):
+        connection.close()
+
+
+def packed(num_bytes: int) -> PackedImage:
+    array = PackedArray(np.zeros(num_bytes, np.uint8), "uint8")
+    return PackedImage({"pixel_values": array}, None, 1, bytes(32), {})
+
+
+def line_of(*sizes: int) -> Line:
+    images = tuple(map(packed, sizes))
+    return Line([1], PARAMS, {}, None, images=images, num_images=len(images))
+
+
+def test_the_queue_holds_so_many_bytes_of_images(monkeypatch):
+    monkeypatch.setattr(reader, "_QUEUE_BYTES", 1000)
+    ahead = ReadAhead.__new__(ReadAhead)
+    ahead._queue, ahead._num_bytes, ahead._has_room = reader.queue.Queue(100), 0, threading.Condition()
+    ahead._has_ended = threading.Event()
+    batches = [[Prepared(i, i, "f", i, line_of(400), None)] for i in range(6)]
+    thread = threading.Thread(target=lambda: [ahead._put(each) for each in [*batches, None]])
+    thread.start()
+    thread.join(0.05)
+    assert ahead._queue.qsize() == 2
+    assert [prepared.id for prepared in ahead] == list(range(6))
+    thread.join()
+
+
+def test_the_engine_gets_images_while_there_is_room(monkeypatch):
+    room = ImageRoom(1000)
+    first, second = line_of(300, 300), line_of(500)
+    assert room.has_room(first)
+    room.take(first)
+    assert not room.has_room(second)
+    assert room.has_room(Line([1], PARAMS, {}, None))  # without images
+    tensors = [image.unpack().pixel_values for image in first.images]
+    del first
+    gc.collect()
+    assert not room.has_room(second)  # The engine still has them.
+    del tensors
+    gc.collect()
+    assert room.has_room(second)
+    assert ImageRoom(10).has_room(second)  # One alone always fits.
+
+
+def test_the_bar_shows_images_a_second():
+    now = [0.0]
+    progress = Progress(10, 0, 0, False, clock=lambda: now[0])
+    progress.begin(lambda: Generated(0, 0))
+    assert "images" not in progress.describe()
+    now[0] = 4.0
+    for _ in range(2):
+        progress.add(5, False, Line([1], PARAMS, {}, None, num_images=3))
+    progress.add(0, True, Line([1], PARAMS, {}, None, num_images=3))
+    assert "tok/s, 1.5 images/s" in progress.describe()
+
+
+def test_a_preparer_says_what_is_missing(path, monkeypatch):
+    preparer = GeneratePreparer(find_tokenizer(str(path)), LineFormat(), None, None, stub_reader())
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    line = Line([PLACE], PARAMS, {}, None, images=("x.png",), num_images=1)
+    with pytest.raises(ImportError):
+        preparer.read_images(Prepared(0, 0, "f", 1, line, None))

@@ -1,0 +1,287 @@
+"""Prompts with images, held to transformers: float32 on the CPU, token for token, on tiny random checkpoints."""
+
+import math
+import shutil
+from copy import copy
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoints import (
+    VOCAB_SIZE,
+    assert_idle,
+    complete,
+    edit_tensors,
+    generate,
+    greedy,
+    make_llm,
+    needs_family,
+    random_prompt,
+    skip_unless_known,
+)
+from replay import Replay
+from thread_ranks import make_llm_of_ranks
+from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, VisionReference, draw_image, make_vision_checkpoint
+
+from nanovllm.engine.features.speculation import speculative_scheduler
+from nanovllm.engine.images import ImagePrompt
+from nanovllm.engine.start.memory import largest_prefill
+from nanovllm.fit import needs
+from nanovllm.models.gemma3 import Gemma3Vision
+from nanovllm.models.model_size import meta_model
+
+pytest.importorskip("PIL", reason="needs Pillow")
+
+NUM_TOKENS = 20
+# Of 9, 64, 24 and 4 rows.
+SIZES = {"square": (48, 48), "large": (128, 128), "wide": (128, 48), "small": (16, 32)}
+ONE, SEVERAL = ["square"], ["wide", "small", "square"]
+
+
+class Case:
+    """A checkpoint, transformers' model of it, images, and prompts with one, several, none and a large one."""
+
+    def __init__(self, family, directory):
+        self.path = make_vision_checkpoint(directory, family)
+        self.reference = VisionReference(self.path)
+        self.images = {name: draw_image(*size, seed=i) for i, (name, size) in enumerate(SIZES.items())}
+        self.prompts = [self.draw(names, seed=i) for i, names in enumerate([ONE, SEVERAL, [], ["large"]])]
+        self.expected = self.reference.greedy(self.prompts, NUM_TOKENS)
+
+    def draw(self, names, **options):
+        return self.reference.draw_prompt([self.images[name] for name in names], NUM_TOKENS, **options)
+
+
+@pytest.fixture(scope="module")
+def make_case(tmp_path_factory):
+    return cache(lambda family: Case(family, tmp_path_factory.mktemp(family)))
+
+
+def each_family(*nightly):
+    """A test for each family; a nightly one of these."""
+    nightly = {family: [pytest.mark.nightly] for family in nightly}
+    marks = {family: [needs_family(family), *nightly.get(family, ())] for family in VISION_FAMILIES}
+    return pytest.mark.parametrize("family", [pytest.param(family, marks=marks[family]) for family in marks])
+
+
+@pytest.fixture
+def case(request, make_case):
+    """Of the test's family, or of Qwen3-VL."""
+    family = request.node.callspec.params.get("family") if hasattr(request.node, "callspec") else None
+    if family is None:
+        skip_unless_known("qwen3_vl")
+    return make_case(family or "qwen3_vl")
+
+
+@each_family("qwen3_5_moe")
+def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case, family):
+    with make_llm(case.path) as llm:
+        assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
+        outputs = generate(llm, case.prompts[::-1], greedy(NUM_TOKENS))
+        assert [output["token_ids"] for output in outputs] == case.expected[::-1]
+        assert outputs[0]["num_cached_tokens"] >= (16 if family == "gemma3" else 64)  # blocks, or a chunk of states
+        assert_idle(llm)
+
+
+@each_family("qwen3_5_moe")
+@pytest.mark.parametrize("overlap_steps", [True, pytest.param(False, marks=pytest.mark.nightly)])
+def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
+    encoded = []
+    limits = {"num_kvcache_blocks": 8, "max_num_batched_tokens": 23, "max_num_seqs": 4, "max_model_len": 112}
+    if family == "gemma4":  # whose images have 70 rows, small ones too
+        limits |= {"num_kvcache_blocks": 20, "max_num_batched_tokens": 75, "max_model_len": 300}
+    with make_llm(case.path, **limits, overlap_steps=overlap_steps, enable_prefix_caching=False) as llm:
+        llm.model_runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
+        assert complete(llm, case.prompts * 2, greedy(NUM_TOKENS)) == case.expected * 2
+        assert llm.scheduler.num_preemptions > 0
+        assert_idle(llm)
+    if family.startswith("qwen"):  # Chunks of the others cut no image.
+        # Three chunks have the 64 rows of the large image, but the tower computes it once for each of the two prompts.
+        assert encoded.count(4 * 64) == 2
+
+
+@each_family("qwen3_5_moe")
+def test_equal_tokens_of_other_images_are_not_shared(case, family):
+    """Nor what follows them; what precedes them is."""
+    image, other = (draw_image(128, 128, seed) for seed in (10, 11))
+    tokens = [*random_prompt(20, 1, 300), BEGIN, IMAGE, END, *random_prompt(6, 2, 300)]
+    prompts = [{"prompt": tokens, "images": [each]} for each in (image, other)]
+    expected = case.reference.greedy(prompts, 6)
+    assert expected[0] != expected[1]
+    with make_llm(case.path) as llm:
+        # Whole blocks, or chunks of states. Gemma's images have 16 rows.
+        known = {"qwen3_vl": (0, 16, 80, 80), "gemma3": (0, 16, 32, 32), "gemma4": (0, 16, 80, 80)}
+        counts = known.get(family, (0, 0, 64, 64))
+        for prompt, completion, num_cached in zip(prompts * 2, expected * 2, counts, strict=True):
+            (output,) = generate(llm, [prompt], greedy(6))
+            assert (output["token_ids"], output["num_cached_tokens"]) == (completion, num_cached)
+        # At once: the second of each waits for the blocks of the first.
+        llm.reset_prefix_cache()
+        outputs = generate(llm, prompts * 2, greedy(6))
+        assert [output["token_ids"] for output in outputs] == expected * 2
+        assert sorted(output["num_cached_tokens"] for output in outputs) == sorted(counts)
+
+
+def test_equal_images_in_other_places_are_computed_once_a_step(case):
+    encoded = []
+    prompts = [case.draw(ONE, seed=seed, num_texts=seed) for seed in (3, 5)]
+    with make_llm(case.path) as llm:
+        llm.model_runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) == case.reference.greedy(prompts, NUM_TOKENS)
+    assert encoded == [4 * 9]
+
+
+def test_batches_of_patches(case):
+    """Of up to 140 patches at once, and of a larger image alone."""
+    encoded = []
+    with make_llm(case.path) as llm:
+        llm.model_runner.decode_inputs.columns[-1].max_patches = 140
+        llm.model_runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
+        assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
+    # The square image is in two prompts.
+    assert encoded == [36 + 96 + 8, 256]
+
+
+@each_family("qwen3_5_moe")
+def test_two_ranks(case, family):
+    with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=75 if family == "gemma4" else 50) as llm:
+        assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
+
+
+@each_family("qwen3_5_moe")
+def test_speculation(case, family, monkeypatch):
+    """Proposed tokens have positions too."""
+    choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
+    monkeypatch.setattr(speculative_scheduler, "choose_counts", choose)
+    monkeypatch.setattr(speculative_scheduler, "_MAX_LOOKING_SHARE", math.inf)  # on a busy machine too
+    known = {(i, 0): tokens for i, tokens in enumerate(case.expected)}
+    with make_llm(case.path, speculation="suffix", max_speculative_tokens=5) as llm:
+        llm.scheduler.proposer = Replay(known, 0.2, VOCAB_SIZE)
+        assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
+        stats = llm.stats()
+        assert 0 < stats["accepted_tokens"] < stats["proposed_tokens"]
+
+
+def test_mixed_steps_leave_images_to_prefills(case):
+    """A text of the same model is computed beside a decode step whose sequence has an image."""
+    with make_llm(case.path, mixed_step_rows=16) as llm:
+        ids, done = [llm.add_request(case.prompts[0], greedy(NUM_TOKENS))], {}
+        while not llm.is_finished():
+            done |= dict(llm.step()[0])
+            if len(ids) == 1:
+                ids += [llm.add_request(prompt, greedy(8)) for prompt in (case.prompts[2], case.prompts[1])]
+        assert [done[i] for i in ids] == [case.expected[0], case.expected[2][:8], case.expected[1][:8]]
+
+
+def test_samples_and_logprobs(case):
+    with make_llm(case.path) as llm:
+        (output,) = generate(llm, case.prompts[:1], greedy(NUM_TOKENS, n=2, logprobs=0, prompt_logprobs=0))
+        assert [sample["token_ids"] for sample in output["samples"]] == case.expected[:1] * 2
+        assert len(output["prompt_logprobs"]) == len(case.prompts[0]["prompt"]) + 8
+        assert_idle(llm)
+
+
+# -- what may come -------------------------------------------------------------------------------------------------
+
+
+def test_a_path_and_what_a_reader_has_prepared(case, tmp_path):
+    prompt, expected = case.prompts[0], case.expected[0]
+    file = tmp_path / "page.png"
+    prompt["images"][0].save(file)
+    with make_llm(case.path) as llm:
+        reader = llm._sequences.image_prompts
+        tokens = reader.read(prompt)
+        images = [placed.image for placed in tokens.images.each]
+        prepared = ImagePrompt(list(tokens), images)
+        assert complete(llm, prepared, greedy(NUM_TOKENS)) == [expected]
+        assert complete(llm, {"prompt": prompt["prompt"], "images": [str(file)]}, greedy(NUM_TOKENS)) == [expected]
+        assert llm.scheduler.num_prefix_hits > 0  # The hash is of what was decoded.
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"images": "page.png"}, TypeError, r"images='page.png': must be a list of paths, URLs or Pillow's images"),
+        ({"images": [3]}, TypeError, r"images\[0\]: image 3: must be a path, .* not int"),
+        ({"images": ["/nowhere.png"]}, ValueError, r"images\[0\]: image '/nowhere.png': it cannot be read"),
+        ({"prompt": [1, 2]}, ValueError, "its prompt has 0 places for images, and it has 1 image"),
+        ({"prompt": [IMAGE, 5, IMAGE]}, ValueError, "has 2 places for images"),
+        ({"prompt": "text"}, ValueError, "skip_tokenizer_init"),
+        ({"images": [draw_image(128, 128, 1)]}, ValueError, r"images\[0\]: takes 64 tokens, .* images of 60 at most"),
+    ],
+)
+def test_wrong_images_are_errors_of_their_request(case, change, error, message):
+    with make_llm(case.path, max_model_len=60) as llm:
+        with pytest.raises(error, match=rf"prompts\[1\]: .*{message}"):
+            generate(llm, [case.prompts[2], case.prompts[0] | change], greedy(2))
+        outputs = llm.generate([case.prompts[0] | change, case.prompts[2]], greedy(2), False, on_error="return")
+        assert "error" in outputs[0]
+        assert outputs[1]["token_ids"] == case.expected[2][:2]
+
+
+@needs_family("gemma3")
+def test_an_image_that_no_step_has_room_for(make_case):
+    case = make_case("gemma3")
+    with make_llm(case.path, max_num_batched_tokens=15) as llm:
+        with pytest.raises(ValueError, match=r"takes 16 tokens, .* in one step: raise max_num_batched_tokens=15"):
+            generate(llm, case.prompts[:1], greedy(2))
+        assert complete(llm, case.prompts[2:3], greedy(NUM_TOKENS)) == case.expected[2:3]
+
+
+@needs_family("gemma3")
+def test_gemmas_text_around_an_image():
+    class Tokenizer:
+        convert_ids_to_tokens = staticmethod({BEGIN: "<begin>", IMAGE: "<row>", END: "<end>"}.get)
+
+    fields = {"image_token_index": IMAGE, "boi_token_index": BEGIN, "eoi_token_index": END, "mm_tokens_per_image": 16}
+    config = SimpleNamespace(vision=fields | {"vision_config": {"image_size": 64, "patch_size": 8}}, hidden_size=64)
+    spec = Gemma3Vision(config)
+    assert spec.write_images("a <begin> b <begin>", Tokenizer) == (
+        "a \n\n<begin><row><end>\n\n b \n\n<begin><row><end>\n\n"
+    )
+
+
+def test_only_completions_can_be_asked_for(case):
+    with make_llm(case.path) as llm, pytest.raises(TypeError, match=r"prompts\[0\]: has images: only completions"):
+        llm.score(case.prompts[:1], [[1, 2]])
+
+
+def test_a_checkpoint_of_the_text_model_alone(case, tmp_path):
+    """Its configuration may still describe the tower."""
+    path = shutil.copytree(case.path, tmp_path / "text")
+    edit_tensors(path, lambda tensors: [tensors.pop(name) for name in list(tensors) if ".visual." in name])
+    with make_llm(path) as llm:
+        assert complete(llm, case.prompts[2:3], greedy(NUM_TOKENS)) == case.expected[2:3]
+        said = r"prompts\[0\]: images: this model reads no images: Qwen3VL\w+ is loaded without a vision tower"
+        with pytest.raises(ValueError, match=said):
+            generate(llm, case.prompts[:1], greedy(2))
+
+
+def test_a_start_counts_the_tower_and_its_largest_images(case):
+    """As an engine on a GPU does: by a prefill of images alone. `fit` counts the same from shapes."""
+    with make_llm(case.path, max_model_len=64, max_num_batched_tokens=32) as llm:
+        runner, config = llm.model_runner, llm.config
+        spec = runner.model.vision_spec
+        encoded = []
+        runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
+        with torch.inference_mode():
+            inputs = largest_prefill(config, runner.device, runner.decode_inputs.columns)
+            assert inputs.context.images.rows.shape == (32, spec.row_size)
+            runner._compute(inputs)
+        assert encoded[0] <= spec.limits(64)[1] < encoded[0] * 1.1
+        counted, of_text = needs(config), needs(config, without_tower(config))
+        tower = sum(parameter.nbytes for parameter in runner.model.vision.parameters())
+        assert counted.weights >= of_text.weights + tower
+        assert counted.activations > of_text.activations + 64 * spec.row_size * 4
+    with make_llm(case.path, deterministic=True) as llm:
+        assert "vision" not in dict(llm.model_runner.model.named_modules())
+        with pytest.raises(ValueError, match="need deterministic=False"):
+            generate(llm, case.prompts[:1], greedy(2))
+
+
+def without_tower(config):
+    config = copy(config)
+    config.hf_config = copy(config.hf_config)
+    config.hf_config.vision = None
+    return meta_model(config)

@@ -1,0 +1,243 @@
+"""Images as callers give them, on a tiny model that sees: chat, generate and jobs all ask the engine the same."""
+
+import base64
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("PIL", reason="needs the extra images")
+from checkpoints import make_llm, make_tokenizer, needs_family, skip_unless_known
+from job_files import ReadHere, by_id, interrupted_after, read_folder, read_lines, write_lines
+from vision_checkpoints import BEGIN, END, IMAGE, draw_image, make_vision_checkpoint
+
+from nanovllm import ImageRules, SamplingParams, read_image
+from nanovllm.jobs import check_batch, run_batch, work
+
+pytestmark = needs_family("qwen3_vl")
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+OPTIONS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "use_tqdm": False}
+MARK = "<|image_pad|>"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
+SIZES = {"a.png": (48, 48), "b.png": (32, 64), "inner/c.png": (64, 32)}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    skip_unless_known("qwen3_vl")
+    path = make_vision_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_vl")
+    make_tokenizer(path, chat_template=TEMPLATE)
+    # The tokens of images have ids beyond those of texts.
+    file = Path(path, "tokenizer.json")
+    content = json.loads(file.read_text())
+    known = {token["id"] for token in content["added_tokens"]}
+    names = {BEGIN: "<|vision_start|>", END: "<|vision_end|>", IMAGE: MARK}
+    for token_id in range(max(content["model"]["vocab"].values()) + 1, max(names) + 1):
+        name = names.get(token_id, f"<|unused-{token_id}|>")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        assert token_id not in known
+        content["added_tokens"].append({"id": token_id, "content": name, "special": True} | flags)
+    file.write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(path):
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=300) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def scans(tmp_path_factory):
+    """A folder of images, and a file of lines beside them."""
+    folder = tmp_path_factory.mktemp("scans")
+    (folder / "inner").mkdir()
+    for seed, (name, size) in enumerate(SIZES.items()):
+        draw_image(*size, seed).save(folder / name)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def expected(llm, scans):
+    """Texts of "read" asked of each image."""
+    prompts = [
+        {"prompt": f"<user><|vision_start|>{MARK}<|vision_end|>read", "images": [scans / name]} for name in SIZES
+    ]
+    outputs = llm.generate(prompts, PARAMS, use_tqdm=False)
+    texts = dict(zip(SIZES, [output["text"] for output in outputs], strict=True))
+    assert len(set(texts.values())) == 3  # It sees them.
+    return texts
+
+
+@pytest.fixture(autouse=True)
+def reads_here(monkeypatch):
+    monkeypatch.setattr(work, "ReadAhead", ReadHere)
+
+
+def ask(*parts) -> list[dict]:
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": "read"}]}]
+
+
+def test_chat_takes_images_in_every_form(llm, scans, expected):
+    file = scans / "a.png"
+    url = f"data:image/png;base64,{base64.b64encode(file.read_bytes()).decode()}"
+    sources = [
+        {"type": "image_url", "image_url": {"url": url, "detail": "auto"}},
+        {"type": "image_url", "image_url": f"file://{file}"},
+        {"type": "input_image", "image_url": url},
+        {"type": "image", "image": str(file)},
+        {"type": "image", "path": file},
+        {"type": "image", "base64": url.partition(",")[2]},
+        {"type": "image", "image": read_image(file, rules=ImageRules(image_root=str(scans)))},
+    ]
+    outputs = llm.chat([ask(source) for source in sources], PARAMS, use_tqdm=False)
+    assert [output["text"] for output in outputs] == [expected["a.png"]] * len(sources)
+
+
+def test_chat_takes_several_images_and_streams(llm, scans):
+    parts = [{"type": "image", "image": scans / name} for name in SIZES]
+    (output,) = llm.chat(ask(*parts), PARAMS, use_tqdm=False, split_reasoning=True)
+    assert output["num_prompt_tokens"] > llm.chat(ask(parts[0]), PARAMS, use_tqdm=False)[0]["num_prompt_tokens"]
+    assert "".join(delta["text"] for delta in llm.stream_chat(ask(*parts), PARAMS)) == output["text"]
+
+
+@pytest.mark.parametrize(
+    ("parts", "said"),
+    [
+        (
+            [{"type": "image", "image": "nothing.png"}],
+            r"prompts\[0\]: images\[0\]: image 'nothing.png': it cannot be read",
+        ),
+        ([{"type": "image", "image": b"abc"}], "it is no image"),
+        ([{"type": "text", "text": MARK}, {"type": "image", "image": "x.png"}], "its prompt has 2 places for images"),
+        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}], "allow_remote"),
+        ([{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}], "detail='low': cannot be served"),
+        ([{"type": "video_url", "video_url": {"url": "x"}}], r"message 0: content\[0\] has type 'video_url', which is"),
+        ([{"type": "input_audio", "input_audio": {}}], "has type 'input_audio', which is not read"),
+    ],
+)
+def test_wrong_images_of_chats_are_named(llm, parts, said):
+    with pytest.raises((ValueError, TypeError), match=said):
+        llm.chat(ask(*parts), PARAMS, use_tqdm=False)
+
+
+def test_a_template_without_a_place_for_images(llm):
+    with pytest.raises(ValueError, match="conversation 0: it shows texts alone, and no images"):
+        llm.chat(
+            ask({"type": "image", "image": "x"}), PARAMS, False, "{% for m in messages %}{{ m.content }}{% endfor %}"
+        )
+    blind = "{% for m in messages %}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    with pytest.raises(ValueError, match="its prompt has 0 places for images, and it has 1 image"):
+        llm.chat(ask({"type": "image", "image": "x"}), PARAMS, False, blind)
+
+
+# -- jobs --------------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_asks_each_image_of_a_folder_once(llm, scans, expected, tmp_path):
+    asked = {"input": None, "model": llm, "images": f"{scans}/**/*.png", "prompt": "read"} | OPTIONS
+    check = check_batch(**asked)
+    assert (check.num_lines, check.num_failed, check.num_images) == (3, 0, 3)
+    with interrupted_after(1), pytest.raises(KeyboardInterrupt):
+        run_batch(output=tmp_path / "answers", **asked)
+    summary = run_batch(output=tmp_path / "answers", **asked)
+    assert (summary.num_answered, summary.num_failed) == (3, 0)
+    rows = read_folder(tmp_path / "answers")
+    assert {row["id"]: row["text"] for row in rows} == expected
+    assert len(rows) == 3
+    with pytest.raises(ValueError, match="prompt was 'read' and is now 'copy'"):
+        run_batch(output=tmp_path / "answers", **asked | {"prompt": "copy"})
+
+
+def test_a_folder_that_has_changed_is_another_job(llm, scans, tmp_path):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    (folder / "a.png").write_bytes((scans / "a.png").read_bytes())
+    asked = {"input": None, "model": llm, "images": f"{folder}/*.png", "prompt": "read"} | OPTIONS
+    run_batch(output=tmp_path / "answers", **asked)
+    (folder / "a.png").write_bytes((scans / "b.png").read_bytes())
+    with pytest.raises(ValueError, match="the input images has changed"):
+        run_batch(output=tmp_path / "answers", **asked)
+
+
+def test_a_job_of_lines_with_images(llm, scans, expected, tmp_path):
+    parts = ask({"type": "image", "image": "a.png"})
+    lines = [
+        {"id": 1, "messages": parts},
+        {"custom_id": "2", "body": {"messages": parts, "max_tokens": 6, "ignore_eos": True}},
+        {"id": 3, "messages": [{"role": "user", "content": "read"}], "images": ["inner/c.png"], "topic": "t"},
+        {"id": 4, "messages": ask({"type": "image", "image": "../secret.png"})},
+        {"id": 5, "prompt": "read"},
+    ]
+    file = write_lines(scans / "lines.jsonl", lines)
+    assert check_batch(file, llm, **OPTIONS).num_images == 3
+    summary = run_batch(file, tmp_path / "answers", llm, **OPTIONS)
+    assert (summary.num_answered, summary.num_failed) == (4, 1)
+    rows = {str(row.get("custom_id", row["id"])): row for row in by_id(read_folder(tmp_path / "answers"))}
+    assert rows["1"]["text"] == expected["a.png"]
+    assert rows["2"]["response"]["body"]["choices"][0]["message"]["content"] == expected["a.png"]
+    assert (rows["3"]["text"], rows["3"]["topic"]) == (expected["inner/c.png"], "t")
+    assert "images" not in rows["3"]
+    (error,) = read_lines(tmp_path / "answers" / "_errors.jsonl")
+    assert "lies outside the folder" in error["error"]
+
+
+@pytest.mark.slow
+def test_the_reading_process_reads_images(path, scans, expected, tmp_path):
+    """From the command line, with both processes."""
+    command = [sys.executable, "-m", "nanovllm", "run-batch", "--images", f"{scans}/*.png", "--prompt", "read"]
+    command += ["-o", str(tmp_path / "answers"), "--model", str(path), "--device", "cpu", "--max-model-len", "300"]
+    command += ["--temperature", "0", "--max-tokens", "6", "--ignore-eos", "--kvcache-gib", "0.01"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    names = ("a.png", "b.png")
+    assert {row["id"]: row["text"] for row in read_folder(tmp_path / "answers")} == {n: expected[n] for n in names}
+
+
+# -- the server --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(llm, tmp_path_factory):
+    for name in ("starlette", "uvicorn", "openai"):
+        pytest.importorskip(name, reason="needs the extra serve and openai")
+    from served import Served
+
+    served = Served(llm, tmp_path_factory.mktemp("batches"))
+    yield served.client
+    served.end()
+
+
+def test_the_server_reads_images_that_requests_hold(client, scans, expected):
+    url = f"data:image/png;base64,{base64.b64encode((scans / 'b.png').read_bytes()).decode()}"
+    options = {"temperature": 0, "max_tokens": 6, "extra_body": {"ignore_eos": True}}
+    messages = ask({"type": "image_url", "image_url": {"url": url}})
+    answer = client.chat.completions.create(model="tiny", messages=messages, **options)
+    assert answer.choices[0].message.content == expected["b.png"]
+    text = client.chat.completions.create(model="tiny", messages=ask(), **options)
+    assert answer.usage.prompt_tokens == text.usage.prompt_tokens + 8 + 2  # its rows, between two marks
+    parts = client.chat.completions.create(model="tiny", messages=messages, stream=True, **options)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == expected["b.png"]
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("/etc/hostname", "files are not read here"),
+        ("file:///etc/hostname", "files are not read here"),
+        ("http://169.254.169.254/latest/meta-data", "allow_remote"),
+        ("data:image/png;base64,AAAA", "it is no image"),
+    ],
+)
+def test_the_server_reads_no_others_by_default(client, url, said):
+    import openai
+
+    messages = ask({"type": "image_url", "image_url": {"url": url}})
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(model="tiny", messages=messages)
