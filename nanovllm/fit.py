@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from nanovllm.config import CPU_KVCACHE_GIB, DTYPES, FP8_CAPABILITY, Config
+from nanovllm.config import CPU_KVCACHE_GIB, DTYPES, FP8_CAPABILITY, MAX_SLOTS, Config
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
 from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.formats.parameters import stored
-from nanovllm.layers.stores.store import count_cells
+from nanovllm.layers.stores.store import Store, count_blocks, count_cells, total_bytes
+from nanovllm.layers.stores.windowed_kv_cache import WindowedKVCache
 from nanovllm.models.decoder import layer_heads
 from nanovllm.models.model_size import meta_model, model_bytes, packed_head_bytes
 from nanovllm.models.registry import model_class
@@ -70,14 +71,22 @@ class Needs(NamedTuple):
     Attributes:
         weights: parameters, scales and RoPE's tables.
         activations: of the largest step; an estimate.
-        per_block: of each block of tokens: its keys and values, in all layers.
-        per_cell: of each cell of states, one for each running sequence, however long it is.
+        stores: of keys and values, and of states.
     """
 
     weights: int
     activations: int
-    per_block: int
-    per_cell: int
+    stores: list[Store]
+
+    @property
+    def per_block(self) -> int:
+        """Of a block of tokens: its keys and values, in all layers."""
+        return sum(store.bytes_per_block for store in self.stores)
+
+    @property
+    def per_cell(self) -> int:
+        """Of a cell of states, one for each running sequence, however long it is."""
+        return sum(store.bytes_per_cell for store in self.stores)
 
     def on(self, place: Place, config: Config) -> Fit:
         """What a place has room for. On a CPU, or with kvcache_gib, the KV cache has the size that is asked for, or the
@@ -89,13 +98,22 @@ class Needs(NamedTuple):
             asked = int((config.kvcache_gib or CPU_KVCACHE_GIB) * GIB)
             room = asked if asked <= room else 0
         num_cells = count_cells(self.per_cell, config.max_decode_rows, max(0, room))
-        num_blocks = max(0, (room - self.per_cell * num_cells) // self.per_block)
+        num_blocks = self.num_blocks(room, num_cells, config)
         num_seqs = min(num_cells, config.max_num_seqs) if num_cells else config.max_num_seqs
-        return Fit(num_blocks * config.kvcache_block_size, min(num_blocks // blocks_each(config), num_seqs))
+        num_seqs = min(num_seqs, self.num_sequences(num_blocks, blocks_each(config)))
+        return Fit(num_blocks * config.kvcache_block_size, num_seqs)
+
+    def num_blocks(self, room: int, num_cells: int, config: Config) -> int:
+        """That the KV cache has in so many bytes, beside num_cells cells; 0 for none."""
+        return max(0, count_blocks(self.stores, room, num_cells, MAX_SLOTS // config.kvcache_block_size))
+
+    def num_sequences(self, num_blocks: int, blocks_each: int) -> int:
+        """Of blocks_each blocks, in num_blocks."""
+        return min(store.num_sequences(num_blocks, blocks_each) for store in self.stores)
 
     def bytes_of_one(self, config: Config) -> int:
         """Of a sequence of max_model_len tokens. At most half of the cache is states."""
-        blocks = blocks_each(config) * self.per_block
+        blocks = total_bytes(self.stores, blocks_each(config), 0)
         return max(blocks + self.per_cell, 2 * self.per_cell)
 
 
@@ -126,7 +144,7 @@ def needs(config: Config, model: Any = None, is_cpu: bool = False) -> Needs:
     values_of_step = step_tokens(config) * values + logits + _largest_packed(model)
     activations = (max(values_of_step + step_tokens(config) * _row_size(model), images) + kept) * config.dtype.itemsize
     weights = sizes.weights + sizes.tables + (packed_head_bytes(config, model) if is_cpu else 0)
-    return Needs(weights, activations, sizes.per_block, sizes.per_cell)
+    return Needs(weights, activations, sizes.stores)
 
 
 def _row_size(model: Any) -> int:
@@ -341,8 +359,16 @@ def _print_needs(model: str, question: Question, asked_length: int | None) -> No
     print(f"{model} on {gpus}:")
     print(f"  weights          {needed.weights / GIB:8.2f} GiB")
     print(f"  activations      {needed.activations / GIB:8.2f} GiB (a step of {step_tokens(config):,} tokens, about)")
+    windowed = [store for store in needed.stores if isinstance(store, WindowedKVCache)]
+    of_one = length * kv_per_token
+    for store in windowed:
+        of_one -= max(0, blocks_each(config) - store.split.per_sequence) * store.bytes_per_block
     print(f"  KV cache         {kv_per_token / 1024:8.1f} KiB a token, ", end="")
-    print(f"{length * kv_per_token / GIB:.2f} GiB for {length:,} tokens")
+    print(f"{of_one / GIB:.2f} GiB for {length:,} tokens")
+    for store in windowed:
+        size = config.kvcache_block_size
+        print(f"    with a window  {store.bytes_per_block / size / 1024:8.1f} KiB of it, ", end="")
+        print(f"for the last {store.split.per_sequence * size:,} tokens alone")
     if needed.per_cell:
         print(f"  states           {needed.per_cell / GIB:8.3f} GiB a running sequence, and as much a snapshot")
     if asked_length is not None and asked_length > supported:

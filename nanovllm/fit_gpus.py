@@ -58,9 +58,10 @@ def _division(config: Config, num_engines: int, memory: int) -> Division:
     num_at_once = min(config.max_num_seqs, -(-_WORKLOAD.requests // num_engines))
     length = _WORKLOAD.prompt[1] + _WORKLOAD.output[1]
     blocks_each = -(-min(length, cast(int, config.max_model_len)) // config.kvcache_block_size)
-    bytes_each = blocks_each * needed.per_block + needed.per_cell
-    num_blocks = max(0, room) // needed.per_block
-    num_at_once = min(num_at_once, max(0, room) // bytes_each)
+    num_blocks = needed.num_blocks(room, 0, config)
+    num_at_once = min(num_at_once, needed.num_sequences(num_blocks, blocks_each))
+    if needed.per_cell:
+        num_at_once = min(num_at_once, max(0, room) // (blocks_each * needed.per_block + needed.per_cell))
     if not num_at_once:
         return Division(num_engines, size)
     seconds = _seconds(config, num_at_once, _WORKLOAD.requests / num_engines)

@@ -210,7 +210,7 @@ class ModelRunner:
     def update_weights(self, tensors: Mapping[str, Tensor | TensorFacts]) -> None:
         """`start.weights.overwrite_weights`."""
         overwrite_weights(self.model, tensors, self.tp, self.device)
-        calibrate_again(self.config, self.model, self.kv_store)
+        calibrate_again(self.config, self.model, self.stores)
         self.synchronize()  # The caller may change its tensors now.
 
     def sleep(self, level: int) -> None:

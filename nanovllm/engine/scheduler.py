@@ -38,6 +38,7 @@ class Scheduler:
             max_num_batched_tokens, kvcache_block_size, num_kvcache_blocks and eos, a token or several.
         mixed_step_rows: most tokens of a mixed step; 0 for no such steps.
         make_cells: makes the cells in the model's stores beside the KV cache.
+        make_manager: makes the BlockManager, of its arguments.
 
     Attributes:
         waiting, running: the sequences, in order.
@@ -48,7 +49,11 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: "Config | SimpleNamespace", mixed_step_rows: int = 0, make_cells: Callable[[], NoCells] = NoCells
+        self,
+        config: "Config | SimpleNamespace",
+        mixed_step_rows: int = 0,
+        make_cells: Callable[[], NoCells] = NoCells,
+        make_manager: Callable[..., BlockManager] = BlockManager,
     ):
         self.max_num_seqs: int = config.max_num_seqs
         self.max_num_batched_tokens: int = config.max_num_batched_tokens
@@ -64,12 +69,12 @@ class Scheduler:
         self._has_failed = False  # a sequence, because the sampler found no token
         is_sharing = getattr(config, "enable_prefix_caching", True)
         self._cache = config.num_kvcache_blocks, config.kvcache_block_size, is_sharing
-        self._make_cells = make_cells
+        self._make_cells, self._make_manager = make_cells, make_manager
         self.reset()
 
     def reset(self) -> None:
         """Drop all sequences and blocks. After an exception: Ctrl-C may have struck between any two lines."""
-        self.block_manager = BlockManager(*self._cache, self._make_cells())
+        self.block_manager = self._make_manager(*self._cache, self._make_cells())
         self.waiting: deque[Sequence] = deque()
         self.running: deque[Sequence] = deque()
         self._has_finished = False  # a sequence of `running`

@@ -160,14 +160,14 @@ class Sequence:
         """What a worker needs to prepare a step by itself: all tokens of a prefill, the last one of a decode step."""
         tokens = self.token_ids if self.is_prefill else self.last_token
         counts = self.num_tokens, self.num_prompt_tokens, self.num_cached_tokens, self.num_scheduled_tokens
-        needed = self.is_plain, self.completion.first_needed_logits
+        needed = self.is_plain, self.cell, self.completion.first_needed_logits
         return (*counts, *needed, self.block_table, self.temperature, self.seed, tokens)
 
     def __setstate__(self, state: tuple) -> None:
         *counts, first_needed_logits, self.block_table, self.temperature, self.seed, tokens = state
         self.num_tokens, self.num_prompt_tokens, self.num_cached_tokens, self.num_scheduled_tokens = counts[:4]
-        self.is_plain, self.completion = counts[4], Completion(first_needed_logits=first_needed_logits)
+        (self.is_plain, self.cell), self.completion = counts[4:], Completion(first_needed_logits=first_needed_logits)
         self.is_prefill = not isinstance(tokens, int)
         self.token_ids = tokens if self.is_prefill else TokenIds("i")
         self.last_token = tokens[-1] if self.is_prefill else tokens
-        self.cell, self.pending_row = None, -1
+        self.pending_row = -1

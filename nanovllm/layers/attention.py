@@ -1,5 +1,7 @@
 """Attention over the paged KV cache."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -26,9 +28,11 @@ class Attention(nn.Module):
         k_cache, v_cache: [num_blocks, block_size, num_kv_heads, head_dim], of q's dtype or float8_e4m3fn, set by the
             KV cache's store; empty until then (the warm-up runs without a cache).
         kv_scales: float32 [2, num_kv_heads], of the keys and of the values in a float8 cache; None for any other.
+        get_context: gives the step's context. The store may set another, for tables of its own.
     """
 
     sinks: Tensor | None
+    get_context: Callable[[], Context]
 
     def __init__(
         self,
@@ -45,6 +49,7 @@ class Attention(nn.Module):
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.head_dim, self.scale = head_dim, scale
         self.window = window
+        self.get_context = get_context
         self.backend = backend
         self.k_cache = self.v_cache = torch.tensor([])
         self.kv_scales: Tensor | None = None
@@ -57,7 +62,7 @@ class Attention(nn.Module):
         after RoPE, any stride between tokens. The heads may be flat: [num_tokens, num_heads * head_dim]. Returns a
         tensor like q. Raises ValueError for a float8 cache, which `qk_norm_rope_store` alone writes.
         """
-        context, shape = get_context(), q.shape
+        context, shape = self.get_context(), q.shape
         q = q.view(len(q), self.num_heads, self.head_dim)
         k, v = (x.view(len(x), self.num_kv_heads, self.head_dim) for x in (k, v))
         if self.k_cache.numel():

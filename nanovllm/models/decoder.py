@@ -34,7 +34,8 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.rotary_embedding import RotaryEmbedding
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.state_cells import StateCells
-from nanovllm.layers.stores.store import Store
+from nanovllm.layers.stores.store import Store, StoreLimits
+from nanovllm.layers.stores.windowed_kv_cache import make_kv_caches
 from nanovllm.models.expert_tensors import Content, ExpertPart, stacked_experts
 from nanovllm.models.heads import NoVocabulary, head_of, make_score
 from nanovllm.models.hf_config import check_switches, get_head_dim
@@ -105,7 +106,7 @@ class DecoderAttention(nn.Module):
         qkv, gate = self.qkv_proj(hidden), None
         if self.has_gate:
             qkv, gate = qkv.tensor_split((-self.num_heads * self.head_dim,), dim=1)
-        context = get_context()
+        context = self.attn.get_context()
         has_cache = self.attn.k_cache.numel() > 0  # The warm-up runs without one.
         if self.qk_norm == "full":
             self._normalize_full_width(qkv)
@@ -373,15 +374,18 @@ class DecoderForCausalLM(nn.Module, ABC):
         """The results of compute_logits on all ranks -> logits [num_rows, vocab_size], on all ranks."""
         return self.lm_head.gather_shards(logits)
 
-    def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:
-        """What its sequences keep on the device: the paged KV cache, and stores in which a sequence has a cell each.
-        Nothing is allocated yet. shape: of this rank's attention, in all that its layers share. state_dtype: of the
-        states of linear attention."""
+    def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype, limits: StoreLimits) -> list[Store]:
+        """What its sequences keep on the device: the paged KV cache, of one kind of layers or two, and stores in which
+        a sequence has a cell each. Nothing is allocated yet. shape: of this rank's attention, in all that its layers
+        share. state_dtype: of the states of linear attention."""
         mixers = [x for x in self.modules() if isinstance(x, DecoderAttention)]
         shapes = [shape._replace(num_kv_heads=x.num_kv_heads, head_dim=x.head_dim) for x in mixers]
-        stores: list[Store] = [PagedKVCache([x.attn for x in mixers], shapes)]
-        linear_layers = [x for x in self.modules() if isinstance(x, GatedDeltaNet)]
-        return [*stores, StateCells(linear_layers, shape.dtype, shape.device, state_dtype)] if linear_layers else stores
+        layers, linear_layers = [x.attn for x in mixers], [x for x in self.modules() if isinstance(x, GatedDeltaNet)]
+        if not linear_layers:
+            return [*make_kv_caches(layers, shapes, limits)]
+        # A sequence's place is in one store beside the KV cache. So windows give nothing back beside states.
+        states = StateCells(linear_layers, shape.dtype, shape.device, state_dtype)
+        return [PagedKVCache(layers, shapes), states]
 
     def pack_weights(self) -> None:
         """Once the weights are loaded: let a CPU's products read them faster (`formats.packed`), if there is no other

@@ -11,6 +11,7 @@ from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.stores.store import Store, StoreLimits
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.make_model import make_model
@@ -35,6 +36,8 @@ class ModelOptions(Protocol):
     weight_format: WeightFormat | None
     tensor_parallel_size: int
     max_model_len: int | None
+    max_num_seqs: int
+    max_num_batched_tokens: int
     kvcache_block_size: int
 
 
@@ -44,14 +47,17 @@ class ModelBytes(NamedTuple):
     Attributes:
         weights: all parameters and their scales, in the dtypes that they have in memory.
         tables: RoPE's, for max_model_len positions.
-        per_block: what the model's stores take of each block of tokens.
-        per_cell: of each cell, one for each running sequence; 0 without such stores.
+        stores: what sequences keep, which says what it takes.
     """
 
     weights: int
     tables: int
-    per_block: int
-    per_cell: int
+    stores: list[Store]
+
+    @property
+    def per_block(self) -> int:
+        """What all stores take of a block of tokens that has given nothing back."""
+        return sum(store.bytes_per_block for store in self.stores)
 
 
 def make_meta_model(
@@ -101,12 +107,13 @@ def meta_model(config: ModelOptions, rank: int = 0) -> DecoderForCausalLM:
 def model_bytes(config: ModelOptions, model: "LoadedModel") -> ModelBytes:
     """Counts the bytes of a rank's model, which may be a `meta_model`, in an engine with this `Config`."""
     tp = TensorParallel(0, config.tensor_parallel_size)
-    stores = model.make_stores(attention_shapes(config, tp, torch.device("meta"))[0], config.state_dtype)
+    shape, limits = attention_shapes(config, tp, torch.device("meta"))[0], store_limits(config)
     weights, tables = (sum(tensor.nbytes for tensor in each) for each in (model.parameters(), model.buffers()))
-    per_block, per_cell = (
-        sum(getattr(store, name) for store in stores) for name in ("bytes_per_block", "bytes_per_cell")
-    )
-    return ModelBytes(weights, tables, per_block, per_cell)
+    return ModelBytes(weights, tables, model.make_stores(shape, config.state_dtype, limits))
+
+
+def store_limits(config: ModelOptions) -> StoreLimits:
+    return StoreLimits(config.max_model_len or 1, config.max_num_seqs, config.max_num_batched_tokens)
 
 
 def packed_head_bytes(config: ModelOptions, model: "LoadedModel") -> int:

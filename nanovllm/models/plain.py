@@ -7,7 +7,7 @@ from torch import Tensor
 
 from nanovllm.layers.backends.backend import AttentionShape
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
-from nanovllm.layers.stores.store import Store
+from nanovllm.layers.stores.store import Store, StoreLimits
 from nanovllm.models.expert_tensors import stacked_experts
 from nanovllm.models.qwen3 import Qwen3ForCausalLM
 from nanovllm.utils.context import get_context
@@ -39,8 +39,8 @@ class PlainQwen3(Qwen3ForCausalLM):
         """All ranks have them already."""
         return logits
 
-    def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype) -> list[Store]:
-        """As `DecoderForCausalLM.make_stores`."""
+    def make_stores(self, shape: AttentionShape, state_dtype: torch.dtype, limits: StoreLimits) -> list[Store]:
+        """As `DecoderForCausalLM.make_stores`, but all layers keep all tokens."""
         layers: list[Any] = [layer.self_attn.attn for layer in self.model.layers]  # type: ignore[union-attr]
         return [PagedKVCache(layers, [shape] * len(layers))]
 

@@ -78,11 +78,13 @@ class SeeingDecoder(DecoderForCausalLM):
                     f"deepstack_visual_indexes: {spec.num_added} layers, for which num_hidden_layers="
                     f"{config.num_hidden_layers} is too few: the last layer's output is the model's"
                 )
-            if spec.is_bidirectional:
-                windows = self.checked_spec(config).windows
-                for layer, window in zip(self.model.layers, windows, strict=True):
-                    if spec.both_ways_in == "all layers" or window is not None:
-                        attention: Any = layer.self_attn.attn
-                        attention.backend = ImageAttention(attention.backend)
             self.vision = spec.make_tower().eval()
             vars(self)["checkpoint_prefixes"] = type(self).checkpoint_prefixes | spec.prefixes
+
+    def see_both_ways(self) -> None:
+        """Let images attend in both directions, if the family's do: on top of the back end that each layer has now."""
+        spec = self.vision_spec
+        for layer in self.model.layers if spec is not None and spec.is_bidirectional else ():
+            attention: Any = layer.self_attn.attn
+            if spec.both_ways_in == "all layers" or attention.window is not None:
+                attention.backend = ImageAttention(attention.backend)

@@ -47,6 +47,7 @@ class Context:
     # int64 [num_seqs] prefill: where each sequence ends in the batch. The model returns these hidden states; None: all.
     last_tokens: torch.Tensor | None = None
     attention: Any = None  # decode: `AttentionBackend.arguments`, which the back end alone reads
+    of_windows: "WindowFields | None" = None  # of layers with a window that have tables of their own; None: all share
     num_sampled: int | None = None  # mixed step: the model returns only the first num_sampled rows, to sample from
 
     def of_last_tokens(self) -> "Context":
@@ -54,6 +55,25 @@ class Context:
         ends = cast(torch.Tensor, self.cu_seqlens_k)
         cu_seqlens_q = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
         return replace(self, cu_seqlens_q=cu_seqlens_q, max_seqlen_q=1)
+
+
+@dataclass(slots=True)
+class WindowFields:
+    """What is different in a step's context for layers with a window, whose keys and values have blocks of their own.
+    The fields are named as in `Context`."""
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor  # There are none in a prefill in which the other layers read nothing from the cache.
+    attention: Any = None
+    _context: Context | None = None
+
+    def context(self, step: Context) -> Context:
+        """The step's, for those layers. It is made once."""
+        if self._context is None:
+            tables = None if step.block_tables is None else self.block_tables
+            fields = {"slot_mapping": self.slot_mapping, "block_tables": tables, "attention": self.attention}
+            self._context = replace(step, **fields)
+        return self._context
 
 
 # A context variable rather than a global: engines driven from two threads do not see each other's steps.
@@ -65,6 +85,12 @@ _CONTEXT: ContextVar[Context] = ContextVar("nanovllm_context", default=_EMPTY)
 get_context: Callable[[], Context] = _CONTEXT.get
 use_context: Callable[[Context], object] = _CONTEXT.set  # for a context that is built already
 reset_context: Callable[[], object] = partial(_CONTEXT.set, _EMPTY)
+
+
+def get_window_context() -> Context:
+    """`get_context` of a layer with a window that has tables of its own. Without a cache all layers see one context."""
+    context = get_context()
+    return context if context.of_windows is None else context.of_windows.context(context)
 
 
 def set_context(

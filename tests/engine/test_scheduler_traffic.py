@@ -11,10 +11,12 @@ from invariants import FakeModel, check_scheduler, run_alone
 from schedulers import EOS, SIZE, make_scheduler, postprocess
 
 from nanovllm.engine.features.states.cells import Cells
+from nanovllm.engine.features.windows.window_blocks import WindowBlocks
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE, Scheduler
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
+from nanovllm.layers.stores.window_split import num_blocks_before
 from nanovllm.sampling_params import SamplingParams
 
 VOCAB_SIZE = 5
@@ -42,6 +44,8 @@ def drive(
     cells = scheduler.block_manager.cells
     bound = 10 + num_completions * (2 + scheduler.max_seq_len // scheduler.max_num_batched_tokens)
     bound *= 2 if isinstance(cells, Cells) else 1  # Chunks of prompts may be shorter.
+    if isinstance(cells, WindowBlocks):  # As short as a block.
+        bound = 10 + num_completions * (2 + scheduler.max_seq_len)
     flying: tuple[Step, list[int]] | None = None
     now = 0
     while arrivals or flying or not scheduler.is_finished():
@@ -71,6 +75,9 @@ def drive(
         model.cache.check_findable()
         if isinstance(cells, Cells):
             model.states.check_findable()
+        if isinstance(cells, WindowBlocks):
+            model.windows.check_findable(scheduler.block_manager)
+            seen["gave back"] += any(seq.cell.num_passed > 0 for seq in scheduler.running)
         seen["several readers"] += any(block.ref_count > 1 for block in scheduler.block_manager.blocks)
         assert now <= bound, "no end in sight"
     assert len(scheduler.block_manager.free_block_ids) == len(scheduler.block_manager.blocks)
@@ -92,7 +99,7 @@ def launch(scheduler: Scheduler, model: FakeModel, seen: Counter) -> tuple[Step,
     prompts = [seq for seq in seqs if seq.is_prefill]
     assert not is_mixed or all(seq.request.params.prompt_logprobs is None for seq in prompts), "a prefill's alone"
     seen["mixed"] += is_mixed
-    has_cells = isinstance(scheduler.block_manager.cells, Cells)
+    has_cells = isinstance(scheduler.block_manager.cells, (Cells, WindowBlocks))
     if (
         is_prefill
         and not has_cells
@@ -125,6 +132,10 @@ def traffic(draw):
     block_size = draw(st.integers(1, 4))
     num_cells, chunk = draw(st.none() | st.integers(1, 24)), draw(st.sampled_from([1, 2, 4]))
     num_blocks = draw(st.integers(2, 12) | st.integers(16, 48))
+    windows = None
+    if num_cells is None and draw(st.booleans()):
+        window = draw(st.integers(1, 16))
+        windows = min(num_blocks, num_blocks_before(window, block_size) + draw(st.integers(1, 12))), window
     scheduler = make_scheduler(
         num_blocks,
         max_num_seqs=draw(st.integers(1, 6) | st.just(16)),
@@ -135,6 +146,7 @@ def traffic(draw):
         enable_prefix_caching=draw(st.sampled_from([True, True, True, False])),
         mixed_step_rows=draw(st.sampled_from([0, 2, 5, 8, 12])),
         make_cells=None if num_cells is None else partial(Cells, num_cells, chunk),
+        windows=windows,
     )
     beginnings = draw(st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=2))
     arrivals = []
@@ -151,6 +163,7 @@ def traffic(draw):
 
 
 RARE = {
+    "gave back",
     "snapshot read",
     "preempted",
     "chunk",
@@ -201,7 +214,7 @@ def test_overlapped_steps_give_everybody_the_same_tokens():
     assert not missing, "the examples did not reach everything"
 
 
-@pytest.mark.parametrize("num_cells", [None, 8, 30], ids=["", "few cells", "cells"])
+@pytest.mark.parametrize("num_cells", [None, 8, 30, "windows"], ids=["", "few cells", "cells", "windows"])
 @pytest.mark.parametrize(("max_num_seqs", "mixed_step_rows"), [(6, 0), (32, 12)], ids=["", "mixed"])
 @pytest.mark.parametrize("overlap", [False, True], ids=["one by one", "overlapped"])
 @pytest.mark.parametrize("seed", range(4))
@@ -209,7 +222,9 @@ def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_
     """The same with a fixed crowd, so that preemption, chunks and sharing are there in numbers for certain."""
     rng = random.Random(seed)
     limits = {"max_num_seqs": max_num_seqs, "mixed_step_rows": mixed_step_rows}
-    if num_cells is not None:
+    if num_cells == "windows":
+        limits["windows"] = 9, 6
+    elif num_cells is not None:
         limits["make_cells"] = partial(Cells, num_cells, SIZE)
     scheduler = make_scheduler(num_blocks=12, max_num_batched_tokens=12, **limits)
     beginnings = [[rng.randrange(VOCAB_SIZE) for _ in range(n)] for n in (10, 17)]
@@ -222,7 +237,8 @@ def test_a_crowd_that_thrashes_a_small_cache(seed, overlap, max_num_seqs, mixed_
     drive(scheduler, arrivals, seen, overlap=overlap)
     check_outputs(scheduler, [seq for _, seq in arrivals], seen)
     assert scheduler.num_preemptions >= 10
-    assert (seen["snapshot read"] > 0) == (num_cells is not None)
+    assert (seen["snapshot read"] > 0) == (num_cells in (8, 30))
+    assert (seen["gave back"] > 0) == (num_cells == "windows")
     assert seen["chunk"] >= (5 if mixed_step_rows or num_cells else 10)
     assert seen["shared"] >= 10
     assert seen["several readers"] >= 10

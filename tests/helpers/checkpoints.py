@@ -15,6 +15,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoT
 
 from nanovllm import LLM, RequestOutput, SamplingParams
 from nanovllm.engine.features.states.cells import Cells
+from nanovllm.engine.features.windows.window_blocks import WindowBlocks
 from nanovllm.layers.backends.torch_backend import TorchBackend
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
@@ -251,6 +252,9 @@ def assert_idle(llm: LLM) -> None:
     assert not any(block.ref_count for block in manager.blocks)
     if isinstance(cells := manager.cells, Cells):
         assert sorted([*cells._free, *cells._snapshots.values()]) == list(range(cells.num_cells))
+    if isinstance(cells, WindowBlocks):
+        assert sorted(cells.free_block_ids) == list(range(cells.num_blocks))
+        assert not cells.used_block_ids
 
 
 def random_prompt(length: int, seed: int, vocab_size: int = VOCAB_SIZE) -> list[int]:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from nanovllm.engine.block_manager import BlockManager
 from nanovllm.engine.cells import NoCells
 from nanovllm.engine.features.states.cells import Cells
+from nanovllm.engine.features.windows.window_blocks import WindowBlocks
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 
@@ -57,17 +58,37 @@ def check_scheduler(scheduler: Scheduler) -> None:
     check_cells(scheduler.block_manager.cells, seqs)
 
 
-def check_cells(cells: NoCells, seqs: Iterable[Sequence]) -> None:
+def check_cells(cells: NoCells, seqs: list[Sequence]) -> None:
     """Every slot is free, a sequence's, or a snapshot's. `seqs` are all sequences that may have one."""
-    has_places = isinstance(cells, Cells)
+    has_places = isinstance(cells, (Cells, WindowBlocks))
     for seq in seqs:
         assert (seq.cell is not None) == (has_places and bool(seq.block_table))
-    if not has_places:
+    if isinstance(cells, WindowBlocks):
+        check_window_blocks(cells, [seq for seq in seqs if seq.cell is not None])
+    if not isinstance(cells, Cells):
         return
     held = [slot for seq in seqs if seq.cell is not None for slot in (seq.cell.index, *seq.cell.lent)]
     held += [seq.cell.snapshot for seq in seqs if seq.cell is not None and seq.cell.snapshot >= 0]
     slots = Counter([*held, *cells._free, *cells._snapshots.values()])
     assert slots == Counter(range(cells.num_cells))
+
+
+def check_window_blocks(windows: WindowBlocks, seqs: list[Sequence]) -> None:
+    """Partition, reference counts, what can be found, and what each sequence holds. seqs: all that hold blocks."""
+    free, used = list(windows.free_block_ids), windows.used_block_ids
+    assert sorted([*free, *used]) == list(range(windows.num_blocks))
+    named = Counter(block_id for seq in seqs for block_id in seq.cell.held)
+    assert [named[i] for i in range(windows.num_blocks)] == windows.ref_counts
+    assert used == set(named)
+    assert windows.known == {content_id: i for i, content_id in enumerate(windows.content_ids) if content_id}
+    for seq in seqs:
+        assert len(set(seq.cell.held)) == len(seq.cell.held), "a sequence names a block twice"
+        assert len(seq.cell.blocks) <= len(seq.block_table)
+        assert seq.is_prefill or len(seq.cell.blocks) == len(seq.block_table)
+        assert set(seq.cell.blocks) <= {0, *seq.cell.held}, "a passed entry names another's block"
+        if not seq.is_prefill:
+            extra = len(seq.block_table) - seq.num_blocks  # of proposed tokens
+            assert len(seq.cell.held) <= windows.num_before + 1 + max(extra, 0), "a passed block is still held"
 
 
 class SimulatedCache:
@@ -112,6 +133,44 @@ class SimulatedCache:
             for i in range(0, len(prefix), size):
                 chain = self.manager.compute_hash(prefix[i : i + size], chain)
             assert chain == hash
+
+
+class SimulatedWindows:
+    """slot of the layers with a window -> the tokens up to the one whose keys and values it holds."""
+
+    def __init__(self, windows: WindowBlocks):
+        self.windows = windows
+        self.slots: dict[int, tuple[int, ...]] = {}
+
+    def slot(self, seq: Sequence, position: int) -> int:
+        size = self.windows.block_size
+        assert position // size >= seq.cell.num_passed, "a read or write of a block that was given back"
+        return seq.cell.blocks[position // size] * size + position % size
+
+    def check_sequence(self, seq: Sequence) -> None:
+        """Every slot that the step reads and an earlier one has written is the sequence's own."""
+        tokens = tuple(seq.token_ids)
+        for position in range(max(0, seq.num_cached_tokens - self.windows.window + 1), seq.num_cached_tokens):
+            assert self.slots[self.slot(seq, position)] == tokens[: position + 1]
+
+    def write(self, seq: Sequence, position: int, prefix: tuple[int, ...]) -> None:
+        slot = self.slot(seq, position)
+        block = slot // self.windows.block_size
+        assert self.windows.ref_counts[block] == 1, "a write into a block that another sequence reads, or that is free"
+        assert not self.windows.content_ids[block], "a write into a block that the prefix cache offers"
+        self.slots[slot] = prefix
+
+    def check_findable(self, manager: BlockManager) -> None:
+        """A block of this kind that can be found holds the tokens of the manager's block with its content id."""
+        size, cache = self.windows.block_size, {}
+        for block_id in manager.hash_to_block_id.values():
+            cache[manager.blocks[block_id].content_id] = manager.blocks[block_id].token_ids
+        for content_id, block_id in self.windows.known.items():
+            if content_id in cache:  # Others are forgotten before the next step.
+                prefix = self.slots[block_id * size + size - 1]
+                assert list(prefix[-size:]) == list(cache[content_id])
+                written = [self.slots[block_id * size + offset] for offset in range(size)]
+                assert written == [prefix[: len(prefix) - size + 1 + offset] for offset in range(size)]
 
 
 class SimulatedStates:
@@ -165,6 +224,8 @@ class FakeModel:
         """noise: the token "sampled" where a prefill goes on, which nobody may take."""
         self.cache = SimulatedCache(scheduler.block_manager)
         self.states = SimulatedStates(scheduler.block_manager, self.cache)
+        cells = scheduler.block_manager.cells
+        self.windows = SimulatedWindows(cells) if isinstance(cells, WindowBlocks) else None
         self.vocab_size = vocab_size
         self.noise = noise
         self.sampled: list[int] = []  # The last step's tokens, where a step finds those that the host has not read.
@@ -173,6 +234,8 @@ class FakeModel:
         # What a step takes from the cache was written by an earlier one: checked before this one's writes.
         for seq in seqs:
             self.cache.check_sequence(seq)
+            if self.windows:
+                self.windows.check_sequence(seq)
         prefilled = [seq.is_prefill for seq in seqs]
         if is_prefill:
             assert all(prefilled)
@@ -204,6 +267,8 @@ class FakeModel:
         for position, token in enumerate(new, start):
             prefix = (*prefix, token)
             self.cache.write(seq, position, prefix)
+            if self.windows:
+                self.windows.write(seq, position, prefix)
         return next_token(prefix, self.vocab_size) if end == seq.num_tokens else self.noise
 
 

@@ -2,11 +2,14 @@
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 
 from invariants import check_scheduler
 
 from nanovllm.engine.features.states.cells import Cells
+from nanovllm.engine.features.windows.window_blocks import WindowBlocks
+from nanovllm.engine.features.windows.windowed_scheduler import WindowedBlockManager, WindowedScheduler
 from nanovllm.engine.request import Request
 from nanovllm.engine.scheduler import Scheduler
 from nanovllm.engine.sequence import Sequence
@@ -17,9 +20,14 @@ EOS = 2
 
 
 def make_scheduler(
-    num_blocks: int = 100, mixed_step_rows: int = 0, make_cells: Callable[[], Cells] | None = None, **changes
+    num_blocks: int = 100,
+    mixed_step_rows: int = 0,
+    make_cells: Callable[[], Cells] | None = None,
+    windows: tuple[int, int] | None = None,
+    **changes,
 ) -> Scheduler:
-    """changes: options of Config."""
+    """windows: blocks of the layers with a window, and the window, for a model that has such layers. changes: options
+    of Config."""
     options = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -31,8 +39,12 @@ def make_scheduler(
         "eos": [EOS],
         "enable_prefix_caching": True,
     }
+    config = SimpleNamespace(**options | changes)
+    if windows is not None:
+        make_cells = partial(WindowBlocks, *windows, config.kvcache_block_size)
+        return WindowedScheduler(config, mixed_step_rows, make_cells, WindowedBlockManager)
     more = {} if make_cells is None else {"make_cells": make_cells}
-    return Scheduler(SimpleNamespace(**options | changes), mixed_step_rows, **more)
+    return Scheduler(config, mixed_step_rows, **more)
 
 
 def add(scheduler: Scheduler, prompt: int | list[int], max_tokens: int = 100, **params) -> Sequence:

@@ -127,7 +127,8 @@ def test_layers_with_a_window(tmp_path):
     fields = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 1}
     path = make_checkpoint(tmp_path, **fields)
     with make_fp8(path) as llm:
-        assert {layer.window for layer in llm.model_runner.kv_store.layers} == {None, 20}
+        layers = [layer for store in llm.model_runner.stores for layer in store.layers]
+        assert {layer.window for layer in layers} == {None, 20}
         prompts, completions = decided(llm, PROMPTS, 4)
         assert complete(llm, prompts, greedy(4)) == completions
     with make_fp8(path, max_num_batched_tokens=16, enable_prefix_caching=False) as llm:

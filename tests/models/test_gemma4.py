@@ -22,13 +22,14 @@ def base(tmp_path_factory):
 def test_the_cache_holds_layers_of_both_kinds(base):
     path = base.path
     with make_llm(path, num_kvcache_blocks=10) as llm:
-        cache = llm.model_runner.kv_store
-        assert [list(tensor.shape) for tensor in cache.tensors] == [[2, 1, 10, 16, 2, 16], [2, 1, 10, 16, 1, 32]]
-        assert cache.bytes_per_block == sum(tensor.nbytes for tensor in cache.tensors) // 10
+        caches = llm.model_runner.stores
+        shapes = [list(tensor.shape) for cache in caches for tensor in cache.tensors]
+        assert shapes == [[2, 1, 10, 16, 1, 32], [2, 1, 5, 16, 2, 16]], "a window gives back: it has fewer blocks"
+        assert [cache.bytes_per_block for cache in caches] == [2 * 16 * 32 * 4, 2 * 16 * 2 * 16 * 4]
         llm.sleep()
-        assert cache.tensors == []
+        assert [cache.tensors for cache in caches] == [[], []]
         llm.wake_up()
-        assert len(cache.tensors) == 2
+        assert [len(cache.tensors) for cache in caches] == [1, 1]
 
 
 @pytest.mark.parametrize("spelling", ["published", "of transformers 5.24"])
@@ -70,7 +71,8 @@ def test_scales_of_a_cache_in_fp8(base, tmp_path):
     names = {f"model.layers.{i}.self_attn.{part}_scale": wanted[i].clone() for i in wanted for part in "kv"}
     save_file(tensors | names, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with make_llm(tmp_path, kv_cache_dtype="fp8") as llm:
-        found = llm.model_runner.kv_store.scales
+        full, windowed = llm.model_runner.stores
+        found = [*windowed.scales, *full.scales]
         assert [scales.tolist() for scales in found] == [[scale.tolist()] * 2 for scale in wanted.values()]
 
 

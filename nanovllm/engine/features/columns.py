@@ -44,6 +44,10 @@ class Columns:
         """Its arrays of a prefill, each of any shape."""
         return {}
 
+    def pretend(self, step: Step) -> None:
+        """Give the sequences of a step of the start, whose results mean nothing, what the others write of them."""
+        return None
+
     def context(self, arrays: dict[str, Tensor], num_rows: int, kind: StepKind) -> ContextFields:
         """Fields of the `Context` of a step that is no prefill. Where it runs for a CUDA graph, later steps replace the
         content.

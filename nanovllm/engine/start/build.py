@@ -11,6 +11,7 @@ from nanovllm.engine.deterministic import check_layers
 from nanovllm.engine.features.columns import AttentionColumns, Columns
 from nanovllm.engine.features.images.image_columns import ImageColumns
 from nanovllm.engine.features.states.state_columns import StateColumns
+from nanovllm.engine.features.windows.window_columns import WindowColumns
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
 from nanovllm.layers.backends.choice import select_backend, select_deterministic_backend
@@ -26,10 +27,11 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.layers.sampler import NoSampler, Sampler
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
+from nanovllm.layers.stores.windowed_kv_cache import WindowedKVCache
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import gate_up_weight, num_layer_params
 from nanovllm.models.make_model import make_model, make_plain_model
-from nanovllm.models.model_size import attention_shapes
+from nanovllm.models.model_size import attention_shapes, store_limits
 from nanovllm.models.plain import PlainQwen3
 from nanovllm.models.seeing_decoder import SeeingDecoder
 from nanovllm.utils.threads import threads_per_rank
@@ -42,11 +44,12 @@ class Parts(NamedTuple):
 
     Attributes:
         model: its weights are not filled yet.
-        backend: of attention; attention_shape: of that in the rank's first layers.
+        backend: of attention in the layers of kv_store; attention_shape: of that in the rank's first layers.
         has_graphs: whether decode steps are captured in CUDA graphs.
         quack: quack-kernels, if they are used.
         num_layer_params: parameters of a layer on this rank, of experts only those that a token uses.
-        stores: what sequences keep on the device; one of them is `kv_store`. Nothing is allocated yet.
+        stores: what sequences keep on the device; one of them is `kv_store`, that of the layers which keep all tokens
+            if there are some. Nothing is allocated yet.
         mixed_step_rows: most tokens of a mixed step; 0 for no mixed steps.
         decode_inputs: of decode and mixed steps.
         sampler: of the logits that the model gives on this rank.
@@ -88,10 +91,10 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         num_params = num_layer_params(model)
     if config.weight_format is not None:
         logger.info("weights of linear layers: %s", config.weight_format.name)
-    stores: list[Store] = model.make_stores(shapes[0], config.state_dtype)
-    kv_store = next(store for store in stores if isinstance(store, PagedKVCache))
+    stores: list[Store] = model.make_stores(shapes[0], config.state_dtype, store_limits(config))
+    kv_stores = [store for store in stores if isinstance(store, PagedKVCache)]
     sampler: Sampler | NoSampler = Sampler()
-    has_cells, num_mixed_rows = len(stores) > 1, 0
+    has_cells, num_mixed_rows = any(store.bytes_per_cell for store in stores), 0
     if not isinstance(model, PlainQwen3):
         if generates:
             num_mixed_rows = choose_mixed_step_rows(config, has_graphs, has_cells, gate_up_weight(model), table)
@@ -104,19 +107,26 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
     group_rows = 1 + config.max_speculative_tokens if config.speculation else 1
     max_rows = max(config.max_decode_rows, num_mixed_rows)
     sizes = StepSizes(config.max_num_batched_tokens, max_model_len, max_rows, num_params, group_rows)
-    for shape, windows in kv_store.windows.items():
-        backend.prepare(shape, windows, sizes, table)
+    backends = [backend] if len(kv_stores) == 1 else [choose_backend(config, store.shapes) for store in kv_stores]
     max_blocks = -(-max_model_len // config.kvcache_block_size)
-    columns: list[Columns] = [AttentionColumns(backend)]
+    columns: list[Columns] = []
+    for store, of_store in zip(kv_stores, backends, strict=True):
+        store.use_backend(of_store)
+        for shape, windows in store.windows.items():
+            of_store.prepare(shape, windows, sizes, table)
+        is_windowed = isinstance(store, WindowedKVCache)
+        sizes_of_tables = max_blocks, config.kvcache_block_size
+        columns.append(WindowColumns(of_store, *sizes_of_tables) if is_windowed else AttentionColumns(of_store))
     if has_cells:
         columns.append(StateColumns(has_proposals=bool(config.speculation)))
     if isinstance(model, SeeingDecoder) and model.vision_spec is not None:
         columns.append(ImageColumns(model, config.dtype, device, max_model_len))
+        model.see_both_ways()
     columns += config.features
     sizes_of_inputs = config.max_decode_rows, max_blocks, config.kvcache_block_size
     decode_inputs = DecodeInputs(*sizes_of_inputs, device, columns, num_mixed_rows)
-    of_attention = backend, shapes[0], has_graphs
-    return Parts(model, *of_attention, quack, num_params, stores, kv_store, num_mixed_rows, decode_inputs, sampler)
+    of_attention = backends[0], kv_stores[0].shapes[0], has_graphs
+    return Parts(model, *of_attention, quack, num_params, stores, kv_stores[0], num_mixed_rows, decode_inputs, sampler)
 
 
 def check_backend(config: Config) -> None:
@@ -126,6 +136,8 @@ def check_backend(config: Config) -> None:
 
 
 def choose_backend(config: Config, shapes: Sequence[AttentionShape]) -> AttentionBackend:
+    """shapes: of the layers that it serves, in any number."""
+    shapes = list(dict.fromkeys(shapes))
     if config.deterministic:
         return select_deterministic_backend(*shapes)
     return select_backend(config.attention_backend, *shapes)

@@ -9,7 +9,6 @@ import torch
 
 from nanovllm.config import Config
 from nanovllm.engine.batch_sizes import graph_batch_sizes
-from nanovllm.engine.features.states.cells import Cell
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.engine.sequence import Sequence
 from nanovllm.engine.step import Step
@@ -116,8 +115,8 @@ def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
 
 
 def _compute(runner: StepRunner, step: Step) -> None:
-    for seq in step.seqs:
-        seq.cell = Cell(0, lent=[0] * sum(map(len, step.proposed)))
+    for columns in runner.decode_inputs.columns:
+        columns.pretend(step)
     runner.prepare(step)
     runner.launch(step)
 

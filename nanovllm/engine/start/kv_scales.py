@@ -17,6 +17,7 @@ from nanovllm.config import Config
 from nanovllm.kernels.attention.kv_quantization import E4M3_MAX
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
+from nanovllm.layers.stores.store import Store
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.layer_facts import attention_layers
 from nanovllm.models.loader import open_tensors
@@ -43,12 +44,17 @@ _CALIBRATION_PROMPTS, _CALIBRATION_LENGTH = 8, 256
 _SMALLEST_SCALE = 2.0**-14  # float16 then holds the smallest value of a cache exactly.
 
 
-def choose_kv_scales(config: Config, model: "LoadedModel", cache: PagedKVCache) -> str | None:
-    """Fill the cache's scales, if it has any, as the option kv_cache_scales says. All ranks must call this together.
-    Returns what to say of them in the log; None if there are none."""
-    if cache.scales is None or not isinstance(model, DecoderForCausalLM):
+def choose_kv_scales(config: Config, model: "LoadedModel", stores: Iterable[Store]) -> str | None:
+    """Fill the scales of the KV caches among the stores, if they have any, as the option kv_cache_scales says. All
+    ranks must call this together. Returns what to say of them in the log; None if there are none."""
+    caches = [store for store in stores if isinstance(store, PagedKVCache)]
+    if caches[0].scales is None or not isinstance(model, DecoderForCausalLM):
         return None
-    cache.are_scales_calibrated = False
+    of_caches = {layer: scales for each in caches for layer, scales in zip(each.layers, each.scales or (), strict=True)}
+    attentions: Any = [model.model.layers[i].self_attn for i in attention_layers(model)]  # in the model's order
+    layers = [each.attn for each in attentions]
+    all_scales = [of_caches[layer] for layer in layers]
+    are_calibrated = False
     wanted, source = config.kv_cache_scales, "one"
     found: list[torch.Tensor] | None = None
     if wanted in ("auto", "checkpoint") and config.load_format != "dummy":
@@ -59,19 +65,21 @@ def choose_kv_scales(config: Config, model: "LoadedModel", cache: PagedKVCache) 
             f"'model.layers.0.{_NAMES[0].format('k')}', or load_format='dummy' reads none; use 'calibrated'"
         )
     if found is None and wanted != "one":
-        found, source = calibrated_scales(config, model, cache.layers, cache.scales), "calibration"
-        cache.are_scales_calibrated = True
-    for scales, of_layer in zip(cache.scales, found or (), strict=found is not None):
+        found, source = calibrated_scales(config, model, layers, all_scales), "calibration"
+        are_calibrated = True
+    for cache in caches:
+        cache.are_scales_calibrated = are_calibrated
+    for scales, of_layer in zip(all_scales, found or (), strict=found is not None):
         scales.copy_(powers_of_two(of_layer))
-    smallest, largest = torch.cat(cache.scales, dim=1).aminmax()
+    smallest, largest = torch.cat(all_scales, dim=1).aminmax()
     return f"{source}, {smallest.item():g} to {largest.item():g}"
 
 
-def calibrate_again(config: Config, model: "LoadedModel", cache: PagedKVCache) -> None:
-    """Choose the scales again, if they depend on the weights, which are others now. The cache must be empty. All ranks
+def calibrate_again(config: Config, model: "LoadedModel", stores: Iterable[Store]) -> None:
+    """Choose the scales again, if they depend on the weights, which are others now. The caches must be empty. All ranks
     must call this together."""
-    if cache.are_scales_calibrated:
-        choose_kv_scales(config, model, cache)
+    if any(isinstance(store, PagedKVCache) and store.are_scales_calibrated for store in stores):
+        choose_kv_scales(config, model, stores)
 
 
 def powers_of_two(scales: torch.Tensor) -> torch.Tensor:

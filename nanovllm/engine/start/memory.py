@@ -10,7 +10,7 @@ from nanovllm.config import CPU_KVCACHE_GIB, MAX_SLOTS, Config
 from nanovllm.engine.features.columns import Columns, ContextFields
 from nanovllm.engine.inputs import ModelInputs
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
-from nanovllm.layers.stores.store import Store, count_cells
+from nanovllm.layers.stores.store import Store, count_blocks, count_cells, total_bytes
 from nanovllm.utils.context import Context
 from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.units import GIB
@@ -96,7 +96,6 @@ def allocate_stores(
     """Allocate this rank's stores: as many cells as `count_cells` says, and as many blocks as every rank has room for
     beside them. Returns the numbers of blocks and of cells. Raises MemoryError, with the numbers, if there is no room
     for a block."""
-    block_bytes = sum(store.bytes_per_block for store in stores)
     cell_bytes = sum(store.bytes_per_cell for store in stores)
     blocks, limit = config.num_kvcache_blocks, "num_kvcache_blocks"
     cells = count_cells(cell_bytes, config.max_decode_rows)
@@ -106,15 +105,15 @@ def allocate_stores(
         if cell_bytes:
             cells = count_cells(cell_bytes, config.max_decode_rows, budget.num_bytes)
             cells = int(tp.all_gather(torch.tensor(cells, device=device)).min())
-        room = budget.num_bytes - cells * cell_bytes
-        counts = tp.all_gather(torch.tensor(room // block_bytes, device=device)).tolist()
-        blocks = min(*counts, MAX_SLOTS // config.kvcache_block_size)
+        room = count_blocks(stores, budget.num_bytes, cells, MAX_SLOTS // config.kvcache_block_size)
+        counts = tp.all_gather(torch.tensor(room, device=device)).tolist()
+        blocks = min(counts)
         if blocks < 1:
             where = "" if counts[tp.rank] == blocks else f" on rank {counts.index(blocks)}; on rank {tp.rank}"
             beside = f" beside {cells} cells of {cell_bytes / GIB:.3f} GiB for states" if cells else ""
             raise MemoryError(
-                f"no room for one KV cache block of {block_bytes / GIB:.3f} GiB{beside}{where}: {budget.reason}; "
-                f"{budget.remedy}"
+                f"no room for one KV cache block of {total_bytes(stores, 1, 0) / GIB:.3f} GiB{beside}{where}: "
+                f"{budget.reason}; {budget.remedy}"
             )
     capacity, max_model_len = blocks * config.kvcache_block_size, cast(int, config.max_model_len)
     logger.info(
@@ -122,14 +121,14 @@ def allocate_stores(
         blocks,
         config.kvcache_block_size,
         capacity,
-        blocks * block_bytes / GIB,
+        total_bytes(stores, blocks, 0) / GIB,
         config.kv_cache_dtype,
         limit,
         min(max_model_len, capacity),
         "max_model_len" if max_model_len <= capacity else "the KV cache",
     )
     if device.type == "cpu":
-        memory, needed = host_memory().total, blocks * block_bytes + cells * cell_bytes
+        memory, needed = host_memory().total, total_bytes(stores, blocks, cells)
         if needed > memory:
             raise MemoryError(
                 f"{blocks} KV cache blocks take {needed / GIB:.1f} GiB, and this machine has {memory / GIB:.1f} GiB: "
@@ -139,6 +138,8 @@ def allocate_stores(
         text = "states: %d cells, %.2f GiB, for %d sequences and for snapshots of prefixes"
         logger.info(text, cells, cells * cell_bytes / GIB, min(cells, config.max_num_seqs))
     for store in stores:
+        if description := store.description(blocks):
+            logger.info("%s: %s", store.name, description)
         store.allocate(blocks, cells)
     return blocks, cells
 

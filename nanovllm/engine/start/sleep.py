@@ -10,7 +10,6 @@ from nanovllm.engine.runner.cuda_graphs import StepGraphs
 from nanovllm.engine.start.kv_scales import calibrate_again
 from nanovllm.engine.start.memory import free_memory, free_stores
 from nanovllm.engine.start.weights import load_weights
-from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
 
 if TYPE_CHECKING:
@@ -25,7 +24,6 @@ class SleepyRunner(Protocol):
     device: torch.device
     model: "LoadedModel"
     stores: list[Store]
-    kv_store: PagedKVCache
     num_cells: int
     has_graphs: bool
     step_graphs: StepGraphs
@@ -65,7 +63,7 @@ def wake_up(runner: SleepyRunner) -> None:
             runner.weight_shapes = []
             model.unpack_weights()
             load_weights(runner.config, model, runner.rank)
-            calibrate_again(runner.config, model, runner.kv_store)
+            calibrate_again(runner.config, model, runner.stores)
         elif runner.device.type == "cpu":
             model.pack_weights()
         for store in runner.stores:

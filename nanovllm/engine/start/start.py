@@ -20,7 +20,6 @@ from nanovllm.engine.start.weights import load_weights
 from nanovllm.layers.backends.backend import AttentionShape
 from nanovllm.layers.backends.gpu_backend import GpuBackend
 from nanovllm.layers.matmul.candidates.quack import Quack
-from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.models.loader import num_checkpoint_params
 from nanovllm.utils.progress import StartProgress
 
@@ -35,7 +34,6 @@ class StartingRunner(StepRunner, Protocol):
     on_device: AbstractContextManager
     attention_shape: AttentionShape
     quack: Quack | None
-    kv_store: PagedKVCache
     has_graphs: bool
 
     @property
@@ -101,7 +99,7 @@ class Start:
         logger.info("model: %s, %.3f B parameters, %s", config.model, billions, config.dtype)
         logger.info("device: %s", runner.device_name)
         logger.info("attention back end: %s", runner.backend.description)
-        scales = choose_kv_scales(config, runner.model, runner.kv_store)
+        scales = choose_kv_scales(config, runner.model, runner.stores)
         if scales is not None:
             logger.info("KV cache scales: %s", scales)
         progress.tell("measuring memory")

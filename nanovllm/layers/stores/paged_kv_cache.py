@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from nanovllm.layers.attention import Attention
-from nanovllm.layers.backends.backend import AttentionShape
+from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 from nanovllm.layers.stores.store import Store
 from nanovllm.layers.stores.zeros import store_zeros
 
@@ -56,6 +56,11 @@ class PagedKVCache(Store):
             if layer.window not in of_shape:
                 of_shape.append(layer.window)
         return windows
+
+    def use_backend(self, backend: AttentionBackend) -> None:
+        """Let it compute the attention of all layers."""
+        for layer in self.layers:
+            layer.backend = backend
 
     def allocate(self, num_blocks: int, num_cells: int, is_shared: bool = False) -> None:
         tensors = []

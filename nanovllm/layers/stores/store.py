@@ -1,6 +1,9 @@
 """Store: what sequences keep on the device between steps."""
 
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
 
 # Cells beyond those of a decode step's rows, for snapshots of states.
 NUM_SNAPSHOTS = 64
@@ -22,6 +25,24 @@ def count_cells(bytes_per_cell: int, max_rows: int, num_bytes: int | None = None
     return wanted if num_bytes is None else max(1, min(wanted, num_bytes // _CELLS_SHARE // bytes_per_cell))
 
 
+def count_blocks(stores: "Sequence[Store]", num_bytes: int, num_cells: int, most: int) -> int:
+    """How many blocks of tokens stores have room for in num_bytes, beside num_cells cells: at most `most`, and -1 if
+    there is not even room for the cells."""
+    return bisect_right(range(most + 1), num_bytes, key=lambda num: total_bytes(stores, num, num_cells)) - 1
+
+
+def total_bytes(stores: "Sequence[Store]", num_blocks: int, num_cells: int) -> int:
+    return sum(store.num_bytes(num_blocks, num_cells) for store in stores)
+
+
+class StoreLimits(NamedTuple):
+    """What an engine's options say of the sequences in the stores: the fields of a `Config`."""
+
+    max_model_len: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+
+
 class Store(ABC):
     """Memory on one rank's device that belongs to the sequences: their keys and values, or a state of fixed size each.
 
@@ -38,6 +59,18 @@ class Store(ABC):
     name: str
     bytes_per_block: int = 0
     bytes_per_cell: int = 0
+
+    def num_bytes(self, num_blocks: int, num_cells: int) -> int:
+        """That it takes of so many blocks and cells; no fewer for more of them."""
+        return num_blocks * self.bytes_per_block + num_cells * self.bytes_per_cell
+
+    def num_sequences(self, num_blocks: int, blocks_each: int) -> int:
+        """How many sequences with blocks_each blocks fit, each of which may still decode."""
+        return num_blocks // blocks_each
+
+    def description(self, num_blocks: int) -> str:
+        """What the log says of it beside the numbers of blocks and cells, if anything."""
+        return ""
 
     @abstractmethod
     def allocate(self, num_blocks: int, num_cells: int, is_shared: bool = False) -> None:

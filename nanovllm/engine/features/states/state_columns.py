@@ -3,6 +3,7 @@
 import numpy as np
 
 from nanovllm.engine.features.columns import Columns
+from nanovllm.engine.features.states.cells import Cell
 
 
 class StateColumns(Columns):
@@ -37,6 +38,10 @@ class StateColumns(Columns):
     def prefill(self, step, rows):
         cells = [seq.cell.cells_of_step(seq.num_cached_tokens) for seq in step.seqs]
         return {"cells": np.ascontiguousarray(np.array(cells, np.int32).T)}
+
+    def pretend(self, step):
+        for seq in step.seqs:
+            seq.cell = Cell(0, lent=[0] * sum(map(len, step.proposed)))
 
     def context(self, arrays, num_rows, kind):
         order = arrays["row_order"][:num_rows] if kind.is_mixed else None
