@@ -84,7 +84,8 @@ class SeeingDecoder(DecoderForCausalLM):
     def see_both_ways(self) -> None:
         """Let images attend in both directions, if the family's do: on top of the back end that each layer has now."""
         spec = self.vision_spec
-        for layer in self.model.layers if spec is not None and spec.is_bidirectional else ():
-            attention: Any = layer.self_attn.attn
+        layers: Any = self.model.layers if spec is not None and spec.is_bidirectional else ()
+        for layer in layers:
+            attention = layer.self_attn.attn
             if spec.both_ways_in == "all layers" or attention.window is not None:
                 attention.backend = ImageAttention(attention.backend)
