@@ -585,8 +585,8 @@ def experts_torch(
     activation: Activation = SWIGLU,
 ) -> Tensor:
     """The twin of `gate_up`, `down` and `add_pairs`: the weighted sum of each token's experts, float32 `[num_tokens,
-    hidden_size]`, added in the order of their numbers. experts, weights: from `route_torch`. gate_up, down: the product of rows by an expert's weight, its
-    bias included. activation: as in `gate_up`."""
+    hidden_size]`, added in the order of their numbers. experts, weights: from `route_torch`. gate_up, down: the product
+    of rows by an expert's weight, its bias included. activation: as in `gate_up`."""
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
     for expert in experts.unique().tolist():
         if expert == num_experts:  # of padding, or on another rank
