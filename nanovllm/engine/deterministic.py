@@ -1,7 +1,7 @@
 """What `deterministic=True` can promise: the one place that refuses, by name, what it cannot.
 
-Each choice of the engine says whether a row's bits are independent of the other rows: `is_batch_invariant` of a weight
-format, a candidate for products, an attention back end and a feature. The rest computes each row by itself: norms,
+Each choice of the engine says whether a row's bits are independent of the other rows: `is_batch_invariant` of a
+candidate for products, an attention back end and a feature. The rest computes each row by itself: norms,
 RoPE, activations, logits, log-probabilities and the sampler. docs/deterministic.md lists who keeps which promise.
 """
 
@@ -9,7 +9,11 @@ from typing import Any
 
 from torch import nn
 
-from nanovllm.layers.experts.experts import MixtureOfExperts
+from nanovllm.layers.experts.experts import ExpertsLinear, MixtureOfExperts
+from nanovllm.layers.linear import LinearBase
+from nanovllm.layers.matmul.candidates.fixed_order import QUANTIZED
+from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.table import Key
 from nanovllm.models.registry import model_class
 from nanovllm.utils.checks import require
 
@@ -32,7 +36,7 @@ def check_deterministic(config: Any) -> None:
     found = config.attention_backend
     refuse("attention_backend", found, found == "auto", "'auto', which takes the batch-invariant one,")
     format = config.weight_format
-    if format is not None and not format.is_batch_invariant:
+    if format is not None and format.name not in QUANTIZED:
         raise ValueError(
             f"quantization: products of weights in {format.kind or format.name} are not batch-invariant; use "
             "unquantized weights with deterministic=True"
@@ -48,15 +52,19 @@ def check_deterministic(config: Any) -> None:
             "of features with is_batch_invariant=True",
         )
     spec = model_class(config.hf_config).spec(config.hf_config)
-    if any(spec.linear_layers):
+    if config.device != "cpu" and any(spec.linear_layers):
         raise ValueError(
-            "model: linear attention gives a prompt's state other bits in a prefill than in decode steps; use "
+            "model: on a GPU linear attention gives a prompt's state other bits in a prefill than in decode steps; use "
             "deterministic=False, or a model without it"
         )
 
 
-def check_layers(model: nn.Module, device: str) -> None:
+def check_layers(model: nn.Module, device: str, matmul: Matmul) -> None:
     """Raises ValueError if the model has layers whose products are not batch-invariant on this kind of device."""
+    for module in model.modules():
+        if isinstance(module, (LinearBase, ExpertsLinear)) and module.format.name in QUANTIZED:
+            operation = "experts" if isinstance(module, ExpertsLinear) else "linear"
+            matmul.row(Key.of(operation, True, module.matrix), module.matrix)  # A trial of its shape, if it is new.
     if device != "cpu" and any(isinstance(module, MixtureOfExperts) for module in model.modules()):
         raise ValueError(
             "model: on a GPU the products of experts depend on which tokens of a batch chose them; use "

@@ -1,13 +1,14 @@
 """Gated DeltaNet (Yang et al. 2024, arXiv:2412.06464): linear attention, whose state has a fixed size."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from nanovllm.kernels.linear_attention.fixed_order import fixed_order_decode, fixed_order_prefill
 from nanovllm.kernels.linear_attention.gated_delta import delta_rule_decode, delta_rule_prefill
-from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
+from nanovllm.layers.formats.all_formats import get_unquantized_format, get_weight_format, weight_format
 from nanovllm.layers.formats.parameters import LayerParameter, Sliceable, load_rows, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed
@@ -127,6 +128,7 @@ class GatedDeltaNet(nn.Module):
 
     Attributes:
         shape: this rank's heads.
+        prefill_rule, decode_rule: `delta_rule_prefill` and `delta_rule_decode`, or what stands for them.
         tails: [cells, num_taps - 1, conv_dim], the last inputs of each sequence's convolution, the oldest first; None
             until the store has memory (the warm-up runs without).
         states: [cells, num_value_heads, key_dim, value_dim] in state_dtype; None likewise.
@@ -154,6 +156,9 @@ class GatedDeltaNet(nn.Module):
         self.tails: Tensor | None = None
         self.states: Tensor | None = None
         self.state_dtype = torch.float32
+        in_fixed_order = get_unquantized_format().is_batch_invariant  # of deterministic=True
+        self.prefill_rule: Callable[..., Tensor] = fixed_order_prefill if in_fixed_order else delta_rule_prefill
+        self.decode_rule: Callable[..., Tensor] = fixed_order_decode if in_fixed_order else delta_rule_decode
 
     def _load_heads(self, param: LayerParameter, loaded: Sliceable, shard_id: object = None) -> None:
         first = self.tp.rank * len(param)
@@ -173,7 +178,7 @@ class GatedDeltaNet(nn.Module):
             states = inputs[0].new_empty(0, *state_shape, dtype=self.state_dtype)
             cells = inputs[0].new_full((4, num_seqs), -1, dtype=torch.int32)
         arguments: Any = (*inputs, *self._weights(), tails, states, ends, *cast(Tensor, cells), *self._heads())
-        return delta_rule_prefill(*arguments)
+        return self.prefill_rule(*arguments)
 
     def _decode(self, inputs: list[Tensor], context: Context) -> Tensor:
         order = context.row_order
@@ -184,7 +189,7 @@ class GatedDeltaNet(nn.Module):
         cells, lens, is_proposed, *inputs = rows
         places = self.tails, self.states, cells, lens
         arguments: Any = (*inputs, *self._weights(), *places, *self._heads(), is_proposed)
-        out = delta_rule_decode(*arguments)
+        out = self.decode_rule(*arguments)
         return out if order is None else torch.empty_like(out).index_copy_(0, order, out)
 
     def _weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:

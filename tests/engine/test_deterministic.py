@@ -16,30 +16,55 @@ from torch import nn
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
+from nanovllm.engine import deterministic
 from nanovllm.engine.deterministic import check_deterministic, check_layers
 from nanovllm.engine.features.feature import Feature
 from nanovllm.engine.replicas import replicated_engine
 from nanovllm.layers.backends.choice import DETERMINISTIC_BACKENDS
 from nanovllm.layers.experts.experts import MixtureOfExperts
-from nanovllm.layers.formats.fixed_order import FixedOrder, FixedOrderReady, RowCounts, find_row_counts, trial_weight
+from nanovllm.layers.formats.fixed_order import (
+    DequantizedProducts,
+    FixedOrder,
+    FixedOrderReady,
+    RowCounts,
+    find_row_counts,
+    trial_weight,
+)
 from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
+from nanovllm.layers.formats.int4 import Int4
+from nanovllm.layers.formats.mxfp4 import Mxfp4
+from nanovllm.layers.formats.packed import Packed
 from nanovllm.layers.matmul.candidates import make_candidates
+from nanovllm.layers.matmul.candidates.fixed_order import make_fixed_order_candidates
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 
 KINDS = ["sliding_attention", "full_attention"]
-GPT_OSS = {"num_experts_per_tok": 3, "sliding_window": 13, "layer_types": KINDS, "head_dim": 32}
+MOE = {"num_experts": 4, "num_experts_per_tok": 2}
+GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 3, "sliding_window": 13, "layer_types": KINDS, "head_dim": 32}
 FAMILIES: dict[str, dict] = {
     "qwen3": {},
-    "windows": {"family": "gemma3_text", "sliding_window": 40, "layer_types": KINDS, "head_dim": 32},
-    "full norms, one KV head": {"family": "olmo2", "num_key_value_heads": 1},
-    "full norms and windows": {"family": "olmo3", "sliding_window": 13, "layer_types": KINDS},
-    "experts": {"family": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 36},
-    "experts with biases, sinks": {"family": "gpt_oss", "num_local_experts": 5, "intermediate_size": 36, **GPT_OSS},
+    "gemma3": {"family": "gemma3_text", "sliding_window": 40, "layer_types": KINDS, "head_dim": 32},
+    "olmo3 with one KV head": {"family": "olmo3", "num_key_value_heads": 1, "sliding_window": 13, "layer_types": KINDS},
+    "qwen3_moe": {"family": "qwen3_moe", "moe_intermediate_size": 36, **MOE},
+    "qwen3_moe in mxfp4": {"family": "qwen3_moe", "moe_intermediate_size": 64, **MOE},
+    "gpt_oss": {"family": "gpt_oss", "intermediate_size": 36, **GPT_OSS},
+    "qwen3_next": {"family": "qwen3_next", "moe_intermediate_size": 36, "shared_expert_intermediate_size": 20, **MOE},
+    "qwen3_5": {"family": "qwen3_5_text", "linear_value_head_dim": 24},
+}
+# Dtypes, and options of engines.
+CASES: dict[tuple[str, str], dict] = {
+    **{(name, "float32"): {} for name in ("qwen3", "gemma3", "olmo3 with one KV head", "qwen3_moe", "gpt_oss")},
+    ("qwen3", "bfloat16"): {},
+    ("qwen3 in fp8", "bfloat16"): {"quantization": "fp8"},
+    ("qwen3_moe in mxfp4", "bfloat16"): {"quantization": "mxfp4"},
+    ("qwen3_next", "float32"): {},
+    ("qwen3_5", "bfloat16"): {"state_dtype": "bfloat16"},
 }
 # What an engine may do with a request, beside computing it whole and alone.
 ENGINES: dict[str, dict] = {
-    "chunks": {"max_num_batched_tokens": 23},
+    "chunks": {"max_num_batched_tokens": 70},
     "mixed": {"mixed_step_rows": 12, "max_num_seqs": 5},
     "speculation": {"speculation": "suffix", "enable_prefix_caching": False},
     "preempted": {"num_kvcache_blocks": 20},
@@ -51,16 +76,14 @@ def answers_of(llm, numbers):
     return answers(llm, [REQUESTS[i] for i in numbers])
 
 
-CASES = [*((name, "float32") for name in FAMILIES), ("qwen3", "bfloat16"), ("experts with biases, sinks", "bfloat16")]
-
-
 @pytest.fixture(scope="module", params=CASES, ids=" ".join)
 def case(request, tmp_path_factory):
     """(engines by name, the bits of each request alone)."""
-    family, dtype = request.param
-    skip_unless_known(FAMILIES[family].get("family", "qwen3"))
-    path = make_checkpoint(tmp_path_factory.mktemp("model"), **FAMILIES[family])
-    options = {"dtype": dtype, "deterministic": True}
+    name, dtype = request.param
+    fields = FAMILIES.get(name, {})
+    skip_unless_known(fields.get("family", "qwen3"))
+    path = make_checkpoint(tmp_path_factory.mktemp("model"), **fields)
+    options = {"dtype": dtype, "deterministic": True, **CASES[request.param]}
     engines = {name: make_llm(path, **options, **ENGINES[name]) for name in ENGINES}
     with make_llm(path, enable_prefix_caching=False, **options) as llm:
         alone = answers_alone(llm, REQUESTS)
@@ -69,7 +92,7 @@ def case(request, tmp_path_factory):
         each.exit()
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(name=st.sampled_from(list(ENGINES)), numbers=st.lists(st.integers(0, 13), min_size=2, max_size=12, unique=True))
 def test_a_requests_bits_do_not_depend_on_its_company(case, name, numbers):
     engines, alone = case
@@ -146,6 +169,17 @@ def test_products_of_any_number_of_rows_have_the_same_bits():
         assert torch.equal(torch.cat([format.linear(part, ready) for part in x.split(size)]), whole), size
 
 
+@pytest.mark.parametrize("format", [Fp8(), Fp8Blocks(), Int4(), Mxfp4()], ids=lambda each: each.name)
+def test_so_have_those_of_weights_that_become_plain_ones(format):
+    generator = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(256, 1024, generator=generator), torch.randn(50, 1024, generator=generator).bfloat16()
+    ready, products = format.quantize(weight, torch.bfloat16), DequantizedProducts(1)
+    whole = products.linear(x, ready)
+    torch.testing.assert_close(whole, format.linear(x, ready), atol=0.1, rtol=2**-7)
+    for size in (1, 2, 3, 17):
+        assert torch.equal(torch.cat([products.linear(part, ready) for part in x.split(size)]), whole), size
+
+
 @pytest.mark.parametrize("counts", [(16,), (2, 4, 8, 16), (1, 16, 64)])
 def test_parts_make_up_all_rows(counts):
     for num_rows in range(1, 200):
@@ -188,10 +222,8 @@ def test_a_processor_without_any_order_is_refused():
 
 
 def test_only_what_says_so_is_chosen():
-    chosen = [
-        each for each in make_candidates() if FixedOrder.name in each.formats or FixedOrderReady.name in each.formats
-    ]
-    assert chosen
+    chosen = make_fixed_order_candidates(1)
+    chosen += [each for each in make_candidates() if {FixedOrder.name, FixedOrderReady.name} & {*each.formats}]
     assert all(each.is_batch_invariant for each in chosen)
     assert all(each.is_batch_invariant for each in DETERMINISTIC_BACKENDS)
 
@@ -208,8 +240,6 @@ class Warmer(Feature):
     [
         ({"plain": True}, "plain=True: must be False with deterministic=True"),
         ({"attention_backend": "torch"}, "attention_backend='torch': must be 'auto'"),
-        ({"quantization": "int4"}, "quantization: products of weights in int4"),
-        ({"quantization": "fp8"}, "quantization: products of weights in fp8"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size=4: must be at most 2 with deterministic=True"),
         ({"features": [Warmer()]}, "features='Warmer': must be of features with is_batch_invariant=True"),
     ],
@@ -219,16 +249,25 @@ def test_what_cannot_be_promised_is_refused_by_name(path, options, text):
         Config(str(path), device="cpu", skip_tokenizer_init=True, deterministic=True, **options)
 
 
-def test_linear_attention_is_refused():
-    with pytest.raises(ValueError, match="model: linear attention"):
-        Config("Qwen3.5-0.8B", device="cpu", load_format="dummy", deterministic=True, skip_tokenizer_init=True)
+def test_a_format_without_an_order_is_refused(path, monkeypatch):
+    config = Config(str(path), device="cpu")
+    monkeypatch.setattr(config, "weight_format", Packed())
+    with pytest.raises(ValueError, match="quantization: products of weights in packed"):
+        check_deterministic(config)
 
 
-def test_experts_on_a_gpu_are_refused():
+def test_linear_attention_and_experts_on_a_gpu_are_refused(monkeypatch):
+    """Until they have kernels there."""
+    monkeypatch.setattr(deterministic, "DEVICES", ["cpu", "cuda"])
+    config = Config("Qwen3.5-0.8B", device="cpu", load_format="dummy", skip_tokenizer_init=True)
+    check_deterministic(config)
+    monkeypatch.setattr(config, "device", "cuda")
+    with pytest.raises(ValueError, match="model: on a GPU linear attention"):
+        check_deterministic(config)
     model = nn.Sequential(MixtureOfExperts(8, 8, 2, 1, True, TensorParallel(), Matmul()))
-    check_layers(model, "cpu")
+    check_layers(model, "cpu", Matmul())
     with pytest.raises(ValueError, match="model: on a GPU the products of experts"):
-        check_layers(model, "cuda")
+        check_layers(model, "cuda", Matmul())
 
 
 def test_a_gpu_is_refused(path, monkeypatch):

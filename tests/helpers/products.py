@@ -1,6 +1,6 @@
 """Weights and problems of single products."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -53,7 +53,11 @@ def matmul_with(table: Table, candidates: Iterable[Candidate]) -> Matmul:
 def experts_sum(x: Tensor, routed: tuple[Tensor, Tensor], gate_up: Tensor | Weight, down: Tensor | Weight) -> Tensor:
     """The weighted sum of each token's experts, by the twin. routed: from `route_torch`."""
     first, second = (plain(each) if isinstance(each, Tensor) else each for each in (gate_up, down))
-    return experts_torch(x, *routed, len(first), first.linear_of, second.linear_of)
+
+    def product(weight: Weight) -> Callable[[Tensor, int], Tensor]:
+        return lambda rows, expert: weight.of_expert(expert).linear(rows)
+
+    return experts_torch(x, *routed, len(first), product(first), product(second))
 
 
 def dequantized(weight: Weight) -> Tensor:

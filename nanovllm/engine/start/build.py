@@ -17,8 +17,10 @@ from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, S
 from nanovllm.layers.backends.choice import select_backend, select_deterministic_backend
 from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.formats.fixed_order import FixedOrder
-from nanovllm.layers.formats.format import Weight, WeightFormat
+from nanovllm.layers.formats.format import Weight
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.matmul.candidates import Quack, make_candidates
+from nanovllm.layers.matmul.candidates.fixed_order import make_fixed_order_candidates
 from nanovllm.layers.matmul.candidates.quack import load_quack
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.step_rows import mixed_step_rows
@@ -83,11 +85,11 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         num_params = sum(parameter.numel() for parameter in model.model.layers[0].parameters())
     else:
         matmul = make_matmul(config, table, device, quack)
-        with weight_format(format_of_weights(config)):
+        with weight_format(config.weight_format, unquantized_format(config)):
             args = config.max_model_len, backend, tp, matmul
             model = make_model(config.hf_config, config.dtype, device, *args)
         if config.deterministic:
-            check_layers(model, config.device)
+            check_layers(model, config.device, matmul)
         num_params = num_layer_params(model)
     if config.weight_format is not None:
         logger.info("weights of linear layers: %s", config.weight_format.name)
@@ -143,16 +145,16 @@ def choose_backend(config: Config, shapes: Sequence[AttentionShape]) -> Attentio
     return select_backend(config.attention_backend, *shapes)
 
 
-def format_of_weights(config: Config) -> WeightFormat | None:
-    """Of linear layers, when they are made; None if nothing is special."""
-    if config.deterministic:
-        return FixedOrder(threads_per_rank(config.tensor_parallel_size))
-    return config.weight_format
+def unquantized_format(config: Config) -> Unquantized:
+    """Of layers whose weights are not quantized, when they are made."""
+    return FixedOrder(threads_per_rank(config.tensor_parallel_size)) if config.deterministic else Unquantized()
 
 
 def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack | None) -> Matmul:
     """What computes the layers' products. quack: None without quack-kernels."""
     what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
+    if config.deterministic and device.type == "cpu":
+        return Matmul(table, make_fixed_order_candidates(threads_per_rank(config.tensor_parallel_size)), what_to_tune)
     return Matmul(table, make_candidates(device, quack), what_to_tune)
 
 

@@ -218,7 +218,7 @@ def delta_rule_decode(
     key_dim, value_dim = states.shape[2:]
     out = qkv.new_zeros(len(qkv), num_value_heads, value_dim)
     log_decay, beta = _gates(a, b, A_log, dt_bias)
-    ranks = _ranks(cells, is_proposed).masked_fill(cells < 0, -1)
+    ranks = ranks_of_rows(cells, is_proposed).masked_fill(cells < 0, -1)
     writes = cells.long()
     back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
     for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
@@ -228,7 +228,7 @@ def delta_rule_decode(
         tail = torch.where((position >= back)[:, :, None], tails[read], 0)
         windows = torch.cat((tail, qkv[rows, None]), dim=1)
         tails[write] = windows[:, 1:]
-        q, k, v = _heads(convolve_torch(windows, conv_weight, key_dim, num_key_heads), states.shape, num_key_heads)
+        q, k, v = split_heads(convolve_torch(windows, conv_weight, key_dim, num_key_heads), states.shape, num_key_heads)
         state = torch.where((position > 0)[:, :, None, None], states[read].float(), 0)
         state = state * log_decay[rows].exp()[:, :, None, None]
         delta = (v - torch.einsum("rhk,rhkv->rhv", k, state)) * beta[rows, :, None]
@@ -289,7 +289,7 @@ def delta_rule_prefill(
         windows = torch.stack([inputs[tap : tap + end - start] for tap in range(taps)], dim=1)
         mixed = convolve_torch(windows, conv_weight, key_dim, num_key_heads)
         # Heads first, for products of matrices.
-        heads = [x.transpose(0, 1) for x in _heads(mixed, states.shape, num_key_heads)]
+        heads = [x.transpose(0, 1) for x in split_heads(mixed, states.shape, num_key_heads)]
         gates = [x[start:end].t() for x in (log_decay, beta)]
         for first in range(0, end - start, CHUNK):
             last = min(first + CHUNK, end - start)
@@ -330,7 +330,7 @@ def _gates(a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor
     return -A_log.float().exp() * F.softplus(a.float() + dt_bias.float()), b.float().sigmoid()
 
 
-def _heads(mixed: Tensor, state_shape: torch.Size, num_key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(mixed: Tensor, state_shape: torch.Size, num_key_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """q, scaled, k and v of each value head: `[num_tokens, num_value_heads, dim]`."""
     _, num_value_heads, key_dim, value_dim = state_shape
     size = num_key_heads * key_dim
@@ -346,7 +346,7 @@ def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed.to(out.dtype).flatten(1)
 
 
-def _ranks(cells: Tensor, is_proposed: Tensor | None) -> Tensor:
+def ranks_of_rows(cells: Tensor, is_proposed: Tensor | None) -> Tensor:
     """How many rows of the same sequence are right before each row."""
     rows = torch.arange(len(cells), device=cells.device)
     is_first = torch.ones_like(cells, dtype=torch.bool)

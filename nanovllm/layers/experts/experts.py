@@ -14,7 +14,7 @@ from nanovllm.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.experts.expert_shards import ExpertShards, divide_experts
-from nanovllm.layers.formats.all_formats import get_unquantized_format, get_weight_format, weight_format
+from nanovllm.layers.formats.all_formats import get_weight_format, weight_format
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.parameters import (
     LayerParameter,
@@ -219,7 +219,7 @@ class MixtureOfExperts(nn.Module):
         config.json calls the intermediate size."""
         super().__init__()
         self.tp, self.top_k, self.normalize, self.activation = tp, top_k, normalize, activation
-        with weight_format(get_unquantized_format()):
+        with weight_format(None):
             self.gate = Router(hidden_size, num_experts, shared_size > 0, biases, tp, matmul)
         self.router_norm = router_norm
         self.expert_scales = nn.Parameter(torch.ones(num_experts)) if has_scales else None

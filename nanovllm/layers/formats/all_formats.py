@@ -30,26 +30,32 @@ def format_of_table(name: str) -> WeightFormat:
 
 
 _weight_format: ContextVar[WeightFormat | None] = ContextVar("nanovllm_weight_format", default=None)
+_unquantized_format: ContextVar[Unquantized] = ContextVar("nanovllm_unquantized_format", default=Unquantized())  # noqa: B039 (immutable)
 
 
 @contextmanager
-def weight_format(value: WeightFormat | None) -> Iterator[None]:
-    """A block in which linear layers are made with this format, as torch's default dtype is for tensors. None:
-    unquantized."""
+def weight_format(value: WeightFormat | None, unquantized: Unquantized | None = None) -> Iterator[None]:
+    """A block in which linear layers are made with this format, as torch's default dtype is for tensors.
+
+    Args:
+        value: None for unquantized layers.
+        unquantized: what those are then, and in blocks within this one; None: as before.
+    """
     token = _weight_format.set(value)
+    of_others = _unquantized_format.set(unquantized or _unquantized_format.get())
     try:
         yield
     finally:
+        _unquantized_format.reset(of_others)
         _weight_format.reset(token)
 
 
 def get_weight_format(of_experts: bool = False) -> WeightFormat:
     """The format of a layer that is made now. of_experts: whether it is of a mixture's experts."""
     format = _weight_format.get()
-    return Unquantized() if format is None or (format.experts_only and not of_experts) else format
+    return get_unquantized_format() if format is None or (format.experts_only and not of_experts) else format
 
 
 def get_unquantized_format() -> WeightFormat:
     """The format of a weight that is made now and never quantized, as that of the head."""
-    format = _weight_format.get()
-    return format if isinstance(format, Unquantized) else Unquantized()
+    return _unquantized_format.get()

@@ -1,4 +1,4 @@
-"""Unquantized weights whose products sum each row in one order, whatever the other rows: for `deterministic=True`.
+"""Weights whose products sum each row in one order, whatever the other rows: for `deterministic=True`.
 
 A library may sum a row of `x W^T` over K in another order when x has another number of rows. oneDNN does for one row of
 a long K in float32, and MKL for a few rows. So a product is computed in parts whose numbers of rows are known to give
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels.matmul.fixed_order import fixed_order_linear
+from nanovllm.kernels.matmul.fp8 import dequantize_torch
 from nanovllm.layers.formats.format import Input, T, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.parameters import LayerParameter, Shards, WeightLoader
 from nanovllm.layers.formats.unquantized import Unquantized
@@ -179,3 +180,36 @@ class FixedOrderReady(WeightFormat):
     def linear(self, x: Input, weight: Weight) -> Tensor:
         values = Weight(self.inner, weight.values)
         return self.rows.product(lambda rows: self.inner.linear(rows, values), value_of(x), weight.shape)
+
+
+class DequantizedProducts:
+    """Products of a CPU with weights that become plain matrices first, each row summed in one order."""
+
+    def __init__(self, num_threads: int):
+        """num_threads: of a product, at most."""
+        self._num_threads = num_threads
+        self._known: dict[tuple, RowCounts] = {}  # by shape and dtype of a plain matrix
+
+    def are_found(self, weight: Weight) -> bool:
+        """True, once the order is known for weights like this one, or its experts. Raises ValueError as
+        `find_row_counts`."""
+        one = weight.of_expert(0) if len(weight.shape) == 3 else weight
+        if one.shape.numel():
+            self._counts(weight.format.dequantized(one))
+        return True
+
+    def linear(self, x: Input, weight: Weight) -> Tensor:
+        """`x W^T`, where x is rounded as the weight's format says: a new tensor of the weight's dtype."""
+        values, scale = weight.format.quantize_input(x)
+        rows = values if scale is None else dequantize_torch(values, scale)
+        matrix = weight.format.dequantized(weight)
+        y = self._counts(matrix).product(lambda some: F.linear(some, matrix), rows, matrix.shape)
+        return y.to(weight.dtype)
+
+    def _counts(self, matrix: Tensor) -> RowCounts:
+        (N, K), dtype = matrix.shape, matrix.dtype
+        if (N, K, dtype) not in self._known:
+            tried = trial_weight(N, K, dtype)
+            found = find_row_counts(lambda x: F.linear(x, tried), N, K, dtype, self._num_threads)
+            self._known[N, K, dtype] = found
+        return self._known[N, K, dtype]

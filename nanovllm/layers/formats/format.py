@@ -66,10 +66,14 @@ class Weight:
     def __len__(self) -> int:
         return len(self.values)
 
-    def linear_of(self, x: Tensor, expert: int) -> Tensor:
-        """`x W^T` of one expert's weight, by the format's plain product."""
+    def of_expert(self, expert: int) -> "Weight":
+        """One expert's weight."""
         scale, zero = (None if each is None else each[expert] for each in (self.scale, self.zero))
-        return self.format.linear(x, Weight(self.format, self.values[expert], scale, self.input_dtype, zero))
+        return Weight(self.format, self.values[expert], scale, self.input_dtype, zero)
+
+    def linear(self, x: Input) -> Tensor:
+        """`x W^T`, by the format's plain product."""
+        return self.format.linear(x, self)
 
     def new_empty(self, *size: int) -> Tensor:
         """A tensor for inputs or results."""
@@ -200,7 +204,7 @@ class WeightFormat(ABC):
         return Quantized(value_of(x), None)
 
     def dequantized(self, weight: Weight) -> Tensor:
-        """The numbers of a weight, in a new tensor. Only the candidate `Dequantized` asks for it."""
+        """The numbers of a weight, in a new tensor, for candidates that multiply plain ones."""
         raise NotImplementedError(f"weights in {self.kind} are multiplied as they are")
 
     @abstractmethod

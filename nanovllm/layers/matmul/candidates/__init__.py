@@ -8,7 +8,7 @@ from nanovllm.layers.matmul.candidates.cublas import Cublas
 from nanovllm.layers.matmul.candidates.dequantized import Dequantized
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
-from nanovllm.layers.matmul.candidates.fixed_order import FixedOrderExperts, FixedOrderProducts
+from nanovllm.layers.matmul.candidates.fixed_order import FixedOrderProducts
 from nanovllm.layers.matmul.candidates.four_bit_experts import FourBitExperts
 from nanovllm.layers.matmul.candidates.four_bit_experts_gemv import FourBitExpertsGemv
 from nanovllm.layers.matmul.candidates.four_bit_gemv import FourBitGemv
@@ -31,8 +31,7 @@ ALL: tuple[type[Candidate], ...] = (
 
 def make_candidates(device: torch.device | None = None, quack: Quack | None = None) -> list[Candidate]:
     """Those that run on a device; without one the defaults. quack: None without quack-kernels."""
-    candidates: list[Candidate] = [Cublas(), ScaledMm(), Dequantized(), Onednn(), ExpertTiles()]
-    candidates += [FixedOrderProducts(), FixedOrderExperts()]
+    candidates: list[Candidate] = [Cublas(), ScaledMm(), Dequantized(), Onednn(), ExpertTiles(), FixedOrderProducts()]
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
         candidates += [Int4Gemv(), FourBitGemv(device), FourBitTiles(device)]

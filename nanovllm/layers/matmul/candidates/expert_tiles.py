@@ -84,11 +84,11 @@ _TILES_IN_FP8 = (
 )
 
 
-def experts_twin(problem: ExpertsProblem) -> Tensor:
-    """The result in plain torch, by the formats' plain products."""
+def experts_twin(problem: ExpertsProblem, linear: Callable[[Tensor, Weight], Tensor] | None = None) -> Tensor:
+    """The result in plain torch. linear: `x W^T` of one expert's weight; None: the plain product of its format."""
     _, x, _, weight, second, _, _, out, add, _, bias, down_bias, activation, *_ = problem
     routed = route_torch(*_routing(problem))
-    products = _product(weight, bias), _product(second, down_bias)
+    products = _product(weight, bias, linear), _product(second, down_bias, linear)
     total = experts_torch(value_of(x), *routed, len(weight), *products, activation)
     return out.copy_(out.float() + total if add else total)
 
@@ -99,11 +99,17 @@ def _routing(problem: ExpertsProblem) -> tuple:
     return problem.logits, problem.top_k, problem.normalize, *options
 
 
-def _product(weight: Weight, bias: Tensor | None) -> Callable[[Tensor, int], Tensor]:
-    """The plain product of rows by an expert's weight."""
-    if bias is None:
-        return weight.linear_of
-    return lambda x, expert: weight.linear_of(x, expert) + bias[expert]
+def _product(
+    weight: Weight, bias: Tensor | None, linear: Callable[[Tensor, Weight], Tensor] | None
+) -> Callable[[Tensor, int], Tensor]:
+    """The product of rows by an expert's weight."""
+
+    def product(x: Tensor, expert: int) -> Tensor:
+        of_expert = weight.of_expert(expert)
+        y = of_expert.linear(x) if linear is None else linear(x, of_expert)
+        return y if bias is None else y + bias[expert]
+
+    return product
 
 
 def others(problem: ExpertsProblem, experts: Tensor) -> dict[str, Any]:
