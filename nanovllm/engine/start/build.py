@@ -25,7 +25,7 @@ from nanovllm.layers.matmul.candidates.quack import load_quack
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.step_rows import mixed_step_rows
 from nanovllm.layers.matmul.table import Key, Table, load_table
-from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.parallel.tensor_parallel import RankOrderParallel, TensorParallel
 from nanovllm.layers.sampler import NoSampler, Sampler
 from nanovllm.layers.stores.paged_kv_cache import PagedKVCache
 from nanovllm.layers.stores.store import Store
@@ -71,6 +71,8 @@ class Parts(NamedTuple):
 
 
 def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Parts:
+    if config.deterministic:
+        tp = RankOrderParallel(**vars(tp))
     table = load_table(device)  # First, because a user's table may be broken.
     shapes = attention_shapes(config, tp, device)
     backend = choose_backend(config, shapes)
