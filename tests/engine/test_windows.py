@@ -203,10 +203,11 @@ def test_two_ranks(case):
         assert isinstance(llm.scheduler.block_manager.cells, WindowBlocks)
 
 
-def test_a_sequence_fits_that_did_not(case, monkeypatch):
+def test_a_sequence_fits_that_did_not(case, monkeypatch, caplog):
     options = {"max_model_len": 512, "num_kvcache_blocks": -1, "kvcache_gib": 400 * 1024 / 2**30, "max_num_seqs": 2}
     prompt = case.reference.draw_prompts((300,), NUM_TOKENS)
-    with make_llm(case.path, **options) as llm:
+    with caplog.at_level("INFO", "nanovllm"), make_llm(case.path, **options) as llm:
+        assert "with a window: 8 blocks; of a window of 21 tokens a sequence keeps 3 (48 tokens)" in caplog.text
         assert llm.scheduler.max_seq_len > 340
         caches = llm.model_runner.stores
         assert sum(tensor.nbytes for cache in caches for tensor in cache.tensors) <= 400 * 1024
