@@ -37,9 +37,8 @@ def test_layers_with_a_window_keep_their_last_tokens_alone(capsys):
     assert re.search(rf"{52 * per_layer:.1f} KiB of it, for the last 1,280 tokens alone", out)
     of_one = (10 * 4096 + 52 * 1280) * per_layer / 2**20
     assert f"{of_one:.2f} GiB for 4,096 tokens" in out
-    num_tokens, num_sequences = map(
-        int, re.search(r"80 GiB +yes +([\d,]+) +(\d+)", out)[0].replace(",", "").split()[3:]
-    )
+    counts = re.search(r"80 GiB +yes +([\d,]+) +(\d+)", out).groups()
+    num_tokens, num_sequences = (int(count.replace(",", "")) for count in counts)
     assert num_sequences == num_tokens // 4096
     assert num_tokens > 1.4 * 9 * 4096, "nine sequences would fit if all layers kept all tokens"
 
