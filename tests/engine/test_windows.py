@@ -1,6 +1,7 @@
 """Layers with a window that give blocks back: the tokens are those of transformers, whatever else goes on."""
 
 import math
+import pickle
 from contextlib import contextmanager
 
 import pytest
@@ -23,6 +24,9 @@ from nanovllm import SamplingParams
 from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.features.speculation.suffix_index import SuffixProposer
 from nanovllm.engine.features.windows.window_blocks import WindowBlocks
+from nanovllm.engine.scheduler import Scheduler
+from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.start.schedulers import make_scheduler
 from nanovllm.layers.stores.store import StoreLimits, count_blocks, total_bytes
 from nanovllm.layers.stores.window_split import WindowSplit, num_blocks_before
 from nanovllm.layers.stores.windowed_kv_cache import WindowedKVCache
@@ -203,10 +207,29 @@ def test_two_ranks(case):
         assert isinstance(llm.scheduler.block_manager.cells, WindowBlocks)
 
 
-def test_a_sequence_fits_that_did_not(case, monkeypatch):
+def test_a_loop_by_hand(case):
+    with make_llm(case.path, max_model_len=512) as llm:
+        runner, prompts = llm.model_runner, case.prompts[-2:]
+        scheduler = make_scheduler(llm.config, runner)
+        seqs = [Sequence(prompt, greedy(NUM_TOKENS)) for prompt in prompts]
+        for seq in seqs:
+            scheduler.add(seq)
+        while not scheduler.is_finished():
+            step_seqs, is_prefill = scheduler.schedule()
+            token_ids = runner.call("run", pickle.loads(pickle.dumps(step_seqs)), is_prefill)  # as a worker gets them
+            scheduler.postprocess(step_seqs, token_ids, is_prefill)
+        assert [seq.completion_token_ids for seq in seqs] == case.completions[-2:]
+        scheduler = Scheduler(llm.config)
+        scheduler.add(Sequence(prompts[0], greedy(NUM_TOKENS)))
+        with pytest.raises(ValueError, match=r"make_scheduler\(config, model_runner\)"):
+            runner.call("run", *scheduler.schedule())
+
+
+def test_a_sequence_fits_that_did_not(case, monkeypatch, caplog):
     options = {"max_model_len": 512, "num_kvcache_blocks": -1, "kvcache_gib": 400 * 1024 / 2**30, "max_num_seqs": 2}
     prompt = case.reference.draw_prompts((300,), NUM_TOKENS)
-    with make_llm(case.path, **options) as llm:
+    with caplog.at_level("INFO", "nanovllm"), make_llm(case.path, **options) as llm:
+        assert "with a window: 8 blocks; of a window of 21 tokens a sequence keeps 3 (48 tokens)" in caplog.text
         assert llm.scheduler.max_seq_len > 340
         caches = llm.model_runner.stores
         assert sum(tensor.nbytes for cache in caches for tensor in cache.tensors) <= 400 * 1024

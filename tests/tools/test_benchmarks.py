@@ -32,6 +32,16 @@ def test_the_hosts_time_is_measured_without_a_model():
     assert run("host_batches", "--workload", "laptop", "--passes", 1).splitlines()[-1].startswith("laptop")
 
 
+@pytest.mark.nightly
+def test_what_runs_side_by_side_is_counted_without_a_model():
+    rows = run("cache_traffic", "--model", "gemma-3-1b", "--gib", 0.1, "--workload", "long").splitlines()[1:]
+    (_, *before), (*_, blocks, of_windows, steps, _, _) = (
+        row.replace("windows give back", "windowed").split() for row in rows
+    )
+    assert int(of_windows) < int(before[1]) < int(blocks)
+    assert int(steps) < int(before[3])
+
+
 def test_texts_are_embedded_beside_transformers(path, tmp_path):
     file = tmp_path / "out.json"
     sizes = "--texts", 20, "--shortest", 3, "--longest", 40, "--passes", 1, "--device", "cpu"

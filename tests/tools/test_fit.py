@@ -28,6 +28,21 @@ def test_a_published_shape(capsys):
     assert answers["24"] == "yes"
 
 
+def test_layers_with_a_window_keep_their_last_tokens_alone(capsys):
+    """Gemma 3: 52 of 62 layers see 1,024 tokens, of which a sequence keeps 1,280 in blocks of 256."""
+    status, out = fit(capsys, "gemma-3-27b", "--gpu-memory", "80")
+    assert status == 0
+    per_layer = 2 * 16 * 128 * 2 / 1024
+    assert f"{62 * per_layer:.1f} KiB a token, " in out
+    assert re.search(rf"{52 * per_layer:.1f} KiB of it, for the last 1,280 tokens alone", out)
+    of_one = (10 * 4096 + 52 * 1280) * per_layer / 2**20
+    assert f"{of_one:.2f} GiB for 4,096 tokens" in out
+    counts = re.search(r"80 GiB +yes +([\d,]+) +(\d+)", out).groups()
+    num_tokens, num_sequences = (int(count.replace(",", "")) for count in counts)
+    assert num_sequences == num_tokens // 4096
+    assert num_tokens > 1.4 * 9 * 4096, "nine sequences would fit if all layers kept all tokens"
+
+
 def test_formats_and_gpus_change_the_answer(capsys):
     assert fit(capsys, "Qwen3-8B", "--gpu-memory", "12")[0] == 1
     eight_bits = ("--quantization", "fp8", "--kv-cache-dtype", "fp8", "--max-num-batched-tokens", "8192")

@@ -21,7 +21,7 @@ class WindowedKVCache(PagedKVCache):
         bytes_per_block: of each of its own blocks.
     """
 
-    name = "KV cache of windows"
+    name = "KV cache of layers with a window"
 
     def __init__(self, layers: Sequence[Attention], shapes: Sequence[AttentionShape], split: WindowSplit):
         super().__init__(layers, shapes)
@@ -34,10 +34,10 @@ class WindowedKVCache(PagedKVCache):
         return self.split.num_blocks(num_blocks) // min(blocks_each, self.split.per_sequence)
 
     def description(self, num_blocks):
-        num_own, size = self.split.num_blocks(num_blocks), self.shapes[0].block_size
+        num_own, kept = self.split.num_blocks(num_blocks), self.split.per_sequence
+        num_tokens = kept * self.shapes[0].block_size
         return (
-            f"of layers with a window of {self.split.window} tokens: {num_own} blocks, of which a sequence keeps "
-            f"{self.split.per_sequence} ({self.split.per_sequence * size} tokens)"
+            f"{num_own} blocks; of a window of {self.split.window} tokens a sequence keeps {kept} ({num_tokens} tokens)"
         )
 
     def allocate(self, num_blocks: int, num_cells: int, is_shared: bool = False) -> None:

@@ -6,6 +6,7 @@ import numpy as np
 
 from nanovllm.engine.features.columns import AttentionColumns, Columns
 from nanovllm.engine.features.windows.window_blocks import WindowTable
+from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.backends.backend import AttentionBackend
 from nanovllm.utils.context import WindowFields
 
@@ -34,7 +35,7 @@ class WindowColumns(Columns):
         tables, slots, num_tokens = host["window_tables"], host["window_slots"], len(rows.positions)
         written = self._written.setdefault(step.buffer, {})
         for row, seq in zip(rows.heads.tolist(), step.seqs, strict=True):
-            blocks, (known, length) = seq.cell.blocks, written.get(row, _NOTHING)
+            blocks, (known, length) = _blocks(seq), written.get(row, _NOTHING)
             start = length if blocks is known else 0  # A table that has given blocks back is a new list.
             if start < len(blocks):
                 tables[row, start : len(blocks)] = blocks[start:]
@@ -53,7 +54,7 @@ class WindowColumns(Columns):
         return arrays
 
     def prefill(self, step, rows):
-        of_seqs = [seq.cell.blocks for seq in step.seqs]
+        of_seqs = [_blocks(seq) for seq in step.seqs]
         tables = np.zeros((len(of_seqs), max(map(len, of_seqs))), np.int32)
         for row, blocks in zip(tables, of_seqs, strict=True):
             row[: len(blocks)] = blocks
@@ -74,6 +75,15 @@ class WindowColumns(Columns):
 
     def _slots(self, blocks: np.ndarray, rows) -> np.ndarray:
         return blocks * self._block_size + rows.positions % self._block_size
+
+
+def _blocks(seq: Sequence) -> list[int]:
+    if seq.cell is None:
+        raise ValueError(
+            "a sequence has no blocks in the layers with a window, which give blocks back: by hand, schedule with "
+            "nanovllm.engine.start.schedulers.make_scheduler(config, model_runner), not with Scheduler(config)"
+        )
+    return seq.cell.blocks
 
 
 def _as_only_tables(arrays: dict[str, T]) -> dict[str, T]:
