@@ -79,10 +79,10 @@ class SeeingDecoder(DecoderForCausalLM):
                     f"{config.num_hidden_layers} is too few: the last layer's output is the model's"
                 )
             if spec.is_bidirectional:
-                windows = self.checked_spec(config).windows
-                for layer, window in zip(self.model.layers, windows, strict=True):
+                layers: Any = self.model.layers
+                # As configured: where no sequence exceeds a window, the layer itself has none.
+                for layer, window in zip(layers, self.checked_spec(config).windows, strict=True):
                     if spec.both_ways_in == "all layers" or window is not None:
-                        attention: Any = layer.self_attn.attn
-                        attention.backend = ImageAttention(attention.backend)
+                        layer.self_attn.attn.backend = ImageAttention(layer.self_attn.attn.backend)
             self.vision = spec.make_tower().eval()
             vars(self)["checkpoint_prefixes"] = type(self).checkpoint_prefixes | spec.prefixes
