@@ -101,6 +101,9 @@ class Gemma3Vision(VisionSpec):
         begin, row, end = (str(tokenizer.convert_ids_to_tokens(self.fields[name])) for name in names)
         return begin, f"\n\n{begin}{row}{end}\n\n"
 
+    def processor_options(self):
+        return {"size": dict.fromkeys(("height", "width"), self.fields["vision_config"]["image_size"])}
+
     def num_rows(self, processor, height, width):
         return self.max_image_rows
 

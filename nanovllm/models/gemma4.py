@@ -125,6 +125,9 @@ class Gemma4Vision(Gemma3Vision):
         begin, row, end = (str(tokenizer.convert_ids_to_tokens(self.fields[name])) for name in names)
         return row, f"{begin}{row}{end}"
 
+    def processor_options(self):
+        return {name: self.fields["vision_config"][name] for name in ("patch_size", "pooling_kernel_size")}
+
     def num_rows(self, processor, height, width):
         from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 

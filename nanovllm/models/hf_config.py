@@ -111,7 +111,7 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
         if isinstance(part, dict):
             _check_values(part, str(file))
     try:
-        from transformers import AutoConfig
+        from transformers import AutoConfig, __version__
 
         text = content.get("text_config")
         complete = with_layer_types(content)
@@ -121,7 +121,8 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
             # False, because None asks on standard input whether to run code of the checkpoint.
             read = AutoConfig.from_pretrained(directory, trust_remote_code=False)
         config = _text_config(read)
-        if isinstance(content.get("vision_config"), dict):
+        # Towers are those of transformers 5. Without one, the text model is loaded alone.
+        if isinstance(content.get("vision_config"), dict) and not __version__.startswith("4."):
             # What `VisionSpec` reads. In plain values, because a worker gets it.
             config.vision = {name: value for name, value in read.to_dict().items() if name != "text_config"}
         # Some say it of the text model alone. `model_check` looks for a head that is another matrix.

@@ -15,7 +15,7 @@ from nanovllm.layers.stores.store import Store, StoreLimits
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import get_head_dim
 from nanovllm.models.make_model import make_model
-from nanovllm.models.registry import model_class
+from nanovllm.models.registry import find_vision, model_class
 from nanovllm.models.spec import LayerHeads
 from nanovllm.utils.units import GIB
 
@@ -113,7 +113,9 @@ def model_bytes(config: ModelOptions, model: "LoadedModel") -> ModelBytes:
 
 
 def store_limits(config: ModelOptions) -> StoreLimits:
-    return StoreLimits(config.max_model_len or 1, config.max_num_seqs, config.max_num_batched_tokens)
+    max_model_len, vision = config.max_model_len or 1, find_vision(config.hf_config)
+    whole_tokens = vision.limits(max_model_len)[0] if vision is not None and vision.is_bidirectional else 0
+    return StoreLimits(max_model_len, config.max_num_seqs, config.max_num_batched_tokens, whole_tokens)
 
 
 def packed_head_bytes(config: ModelOptions, model: "LoadedModel") -> int:

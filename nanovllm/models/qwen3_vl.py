@@ -30,6 +30,11 @@ class QwenVision(VisionSpec):
         self.patches_per_row = self._merge**2
         self._sections = rope_settings(config).get("mrope_section") or self.sections
 
+    def processor_options(self):
+        names = {"patch_size": "patch_size", "temporal_patch_size": "temporal_patch_size"}
+        names["merge_size"] = "spatial_merge_size"
+        return {name: self.fields["vision_config"][theirs] for name, theirs in names.items()}
+
     def num_rows(self, processor, height, width):
         return processor.get_number_of_image_patches(height, width, {}) // self._merge**2
 
@@ -91,10 +96,12 @@ class QwenVision(VisionSpec):
 
 
 def _of_grids(tower: Any, grids: torch.Tensor, device: torch.device) -> dict[str, torch.Tensor]:
-    """What the tower would compute of the images' sizes on its device, and wait for."""
-    if device.type == "cpu":
+    """What the tower would compute of the images' sizes on its device, and wait for. A release that cannot be told
+    computes it."""
+    try:
+        from transformers import vision_utils
+    except ImportError:
         return {}
-    from transformers import vision_utils
 
     merge = tower.spatial_merge_size
     indices, weights = vision_utils.get_vision_interpolation_indices_and_weights(

@@ -1,7 +1,7 @@
 """A decoder that sees images: rows of embeddings stand in for placeholder tokens."""
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor
 
@@ -78,14 +78,16 @@ class SeeingDecoder(DecoderForCausalLM):
                     f"deepstack_visual_indexes: {spec.num_added} layers, for which num_hidden_layers="
                     f"{config.num_hidden_layers} is too few: the last layer's output is the model's"
                 )
+            self._windows = self.checked_spec(config).windows
             self.vision = spec.make_tower().eval()
             vars(self)["checkpoint_prefixes"] = type(self).checkpoint_prefixes | spec.prefixes
 
     def see_both_ways(self) -> None:
         """Let images attend in both directions, if the family's do: on top of the back end that each layer has now."""
-        spec = self.vision_spec
-        layers: Any = self.model.layers if spec is not None and spec.is_bidirectional else ()
-        for layer in layers:
-            attention = layer.self_attn.attn
-            if spec.both_ways_in == "all layers" or attention.window is not None:
-                attention.backend = ImageAttention(attention.backend)
+        spec, layers = self.vision_spec, cast(Any, self.model.layers)
+        if spec is None or not spec.is_bidirectional:
+            return
+        # As configured: where no sequence exceeds a window, the layer itself has none.
+        for layer, window in zip(layers, self._windows, strict=True):
+            if spec.both_ways_in == "all layers" or window is not None:
+                layer.self_attn.attn.backend = ImageAttention(layer.self_attn.attn.backend)

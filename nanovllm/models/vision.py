@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanovllm.utils.checks import quoted
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -113,6 +115,10 @@ class VisionSpec(ABC):
     # -- the image processor ---------------------------------------------------------------------------------------
 
     @abstractmethod
+    def processor_options(self) -> dict[str, Any]:
+        """Those that must be as the tower's configuration says."""
+
+    @abstractmethod
     def num_rows(self, processor: Any, height: int, width: int) -> int:
         """How many rows an image of so many pixels gives, before it is decoded. processor: transformers'. Raises
         ValueError for a size that the processor refuses."""
@@ -159,10 +165,22 @@ class VisionSpec(ABC):
 
 def load_processor(spec: VisionSpec, directory: str) -> Any:
     """Transformers' image processor of a checkpoint: the one that its preprocessor_config.json describes, or the
-    family's with its usual options if there is no such file."""
+    family's with its usual options if there is no such file. Raises ValueError, naming the file, if what that makes is
+    not what the tower reads."""
     import transformers
 
-    if Path(directory, "preprocessor_config.json").exists():
-        # False, because None asks on standard input whether to run code of the checkpoint.
-        return transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
-    return getattr(transformers, spec.processor)()
+    file = Path(directory, "preprocessor_config.json")
+    needed = spec.processor_options()
+    if not file.exists():
+        # The one that needs no torchvision, where a release has two.
+        name = spec.processor
+        return (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name))(**needed)
+    # False, because None asks on standard input whether to run code of the checkpoint.
+    processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+    for option, value in needed.items():
+        found = getattr(processor, option, value)
+        if found != value and (not isinstance(value, dict) or dict(found) != value):
+            raise ValueError(
+                f"{file}: {option}={quoted(found)}: must be {value!r}, as config.json's vision_config says"
+            )
+    return processor

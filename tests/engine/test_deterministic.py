@@ -106,7 +106,7 @@ def test_engines_did_what_they_are_named_after(case):
     # The second time, all beginnings are cached.
     outputs = generate(engines["chunks"], *(list(each) for each in zip(*REQUESTS, strict=True)))
     assert bits(outputs) == alone
-    assert sum(output["num_cached_tokens"] for output in outputs) > 500
+    assert sum(output["num_cached_tokens"] for output in outputs) > 200
 
 
 @pytest.fixture(scope="module")

@@ -85,7 +85,7 @@ def test_a_prefill_behind_cached_tokens(backend, device):
     columns, seqs = WindowColumns(layer.backend, MAX_BLOCKS, SIZE), sequences.seqs
     step = Step(seqs, True, len(seqs))
     arrays = columns.prefill(step, Rows.of(step))
-    fields = columns.prefill_context({name: torch.from_numpy(x).to(device) for name, x in arrays.items()})
+    fields = columns.prefill_context({name: torch.from_numpy(x).to(device) for name, x in arrays.items()}, step)
     lens_q = [len(queries) for queries in sequences.queries]
     cu_q, cu_k = (torch.tensor([0, *np.cumsum(x)], dtype=torch.int32, device=device) for x in (lens_q, LENS))
     others = torch.full((len(seqs), MAX_BLOCKS), -1, dtype=torch.int32, device=device)

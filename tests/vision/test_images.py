@@ -17,6 +17,7 @@ from checkpoints import (
     greedy,
     make_llm,
     needs_family,
+    needs_transformers,
     random_prompt,
     skip_unless_known,
 )
@@ -24,14 +25,18 @@ from replay import Replay
 from thread_ranks import make_llm_of_ranks
 from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, VisionReference, draw_image, make_vision_checkpoint
 
+from nanovllm.config import Config
 from nanovllm.engine.features.speculation import speculative_scheduler
-from nanovllm.engine.images import ImagePrompt
+from nanovllm.engine.images import ImagePrompt, load_processor
 from nanovllm.engine.start.memory import largest_prefill
 from nanovllm.fit import needs
+from nanovllm.models import qwen3_vl, vision
 from nanovllm.models.gemma3 import Gemma3Vision
 from nanovllm.models.model_size import meta_model
+from nanovllm.models.registry import find_vision
 
 pytest.importorskip("PIL", reason="needs Pillow")
+pytestmark = needs_transformers("5")
 
 NUM_TOKENS = 20
 # Of 9, 64, 24 and 4 rows.
@@ -258,8 +263,9 @@ def test_a_checkpoint_of_the_text_model_alone(case, tmp_path):
             generate(llm, case.prompts[:1], greedy(2))
 
 
-def test_a_start_counts_the_tower_and_its_largest_images(case):
+def test_a_start_counts_the_tower_and_its_largest_images(case, monkeypatch):
     """As an engine on a GPU does: by a prefill of images alone. `fit` counts the same from shapes."""
+    monkeypatch.setattr(vision, "_MIN_PATCHES", 400)
     with make_llm(case.path, max_model_len=64, max_num_batched_tokens=32) as llm:
         runner, config = llm.model_runner, llm.config
         spec = runner.model.vision_spec
@@ -269,7 +275,7 @@ def test_a_start_counts_the_tower_and_its_largest_images(case):
             inputs = largest_prefill(config, runner.device, runner.decode_inputs.columns)
             assert inputs.context.images.rows.shape == (32, spec.row_size)
             runner._compute(inputs)
-        assert encoded[0] <= spec.limits(64)[1] < encoded[0] * 1.1
+        assert encoded == [spec.limits(64)[1]] == [400]
         counted, of_text = needs(config), needs(config, without_tower(config))
         tower = sum(parameter.nbytes for parameter in runner.model.vision.parameters())
         assert counted.weights >= of_text.weights + tower
@@ -285,3 +291,33 @@ def without_tower(config):
     config.hf_config = copy(config.hf_config)
     config.hf_config.vision = None
     return meta_model(config)
+
+
+def test_what_a_tower_is_told_of_the_sizes_changes_nothing(case, monkeypatch):
+    """On a GPU it would wait for them."""
+    tower = case.reference.model.model.visual
+    grids = torch.tensor([[1, 4, 6], [1, 8, 2]])
+    pixels = torch.randn(24 + 16, 3 * 2 * 8 * 8, generator=torch.Generator().manual_seed(0))
+    told = qwen3_vl._of_grids(tower, grids, torch.device("cpu"))
+    if not told:
+        pytest.skip("this transformers cannot be told")
+    expected, found = (tower(pixels, grid_thw=grids, **each).pooler_output for each in ({}, told))
+    assert torch.equal(found, expected)
+
+
+@each_family("qwen3_5_moe")
+def test_image_processors(case, family, tmp_path):
+    """As the checkpoint describes it, or its family's usual one. Either says how many rows an image has before it is
+    decoded."""
+    path = shutil.copytree(case.path, tmp_path / "model")
+    spec = find_vision(Config(str(path), device="cpu").hf_config)
+    described = load_processor(spec, path)
+    (path / "preprocessor_config.json").unlink()
+    for processor in (described, load_processor(spec, path)):
+        image = case.images["wide"]
+        assert spec.num_rows(processor, image.height, image.width) == spec.process(processor, image).num_rows
+    name, value = next(iter(spec.processor_options().items()))
+    wrong = dict.fromkeys(value, 32) if isinstance(value, dict) else value + 1
+    type(described)(**spec.processor_options() | {name: wrong}).save_pretrained(path)
+    with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {name}=.*vision_config says"):
+        load_processor(spec, path)

@@ -32,24 +32,19 @@ class WindowedSpeculativeScheduler(WindowedScheduler, SpeculativeScheduler):
 
 
 class WholeImagesInWindows(WholeImages, WindowBlocks):
-    """Both at once. A prompt with images waits until the layers with a window have room for the largest of them."""
+    """Both at once. A prompt waits until the layers with a window have room for its largest image. When it is alone,
+    they have (`StoreLimits.whole_tokens`)."""
 
-    def __init__(self, num_rows: int, num_blocks: int, window: int, block_size: int):
-        """Arguments as of both. Raises ValueError for too few blocks."""
+    def __init__(self, num_rows: int, *of_windows: Any):
         WholeImages.__init__(self, num_rows)
-        WindowBlocks.__init__(self, num_blocks, window, block_size)
-        needed = 1 + self.num_before + -(-num_rows // block_size)
-        if num_blocks < needed:
-            raise ValueError(
-                f"num_kvcache_blocks: {num_blocks} of the blocks are for the layers with a window, and an image of "
-                f"{num_rows} tokens needs {needed}; raise num_kvcache_blocks, kvcache_gib or gpu_memory_utilization"
-            )
+        WindowBlocks.__init__(self, *of_windows)
 
     def limit_prefill(self, head: Sequence, budget: int) -> int:
         budget = super().limit_prefill(head, budget)
-        num_left = head.num_tokens - head.num_cached_tokens
-        is_cut = isinstance(head, ImageSequence) and budget < min(self.chunk, num_left)
-        return 0 if is_cut else budget
+        if not isinstance(head, ImageSequence):
+            return budget
+        largest = max(each.end - each.start for each in head.images.each)
+        return budget if budget >= min(largest, head.num_tokens - head.num_cached_tokens) else 0
 
 
 def make_scheduler(config: Config, runner: RunnerFacts) -> Scheduler:

@@ -36,11 +36,17 @@ def total_bytes(stores: "Sequence[Store]", num_blocks: int, num_cells: int) -> i
 
 
 class StoreLimits(NamedTuple):
-    """What an engine's options say of the sequences in the stores: the fields of a `Config`."""
+    """What an engine's options say of the sequences in the stores: the fields of a `Config`.
+
+    Attributes:
+        whole_tokens: that a step computes together, or not at all: of the largest image, where images attend in both
+            directions.
+    """
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
+    whole_tokens: int = 0
 
 
 class Store(ABC):

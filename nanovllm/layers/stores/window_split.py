@@ -25,7 +25,7 @@ class WindowSplit(NamedTuple):
         window: the most keys that a token of such a layer sees, its own included.
         per_sequence: the most blocks that a sequence which decodes holds.
         numerator, denominator: of the blocks for each block of the other layers.
-        most: blocks.
+        most, least: blocks. With the fewest a sequence that is alone still fits.
     """
 
     window: int
@@ -33,6 +33,7 @@ class WindowSplit(NamedTuple):
     numerator: int
     denominator: int
     most: int
+    least: int
 
     @classmethod
     def of(cls, window: int, block_size: int, other_bytes: int, own_bytes: int, limits: StoreLimits) -> "WindowSplit":
@@ -46,7 +47,8 @@ class WindowSplit(NamedTuple):
             ratio = least
         of_a_step = -(-limits.max_num_batched_tokens // block_size)
         most = 2 * (limits.max_num_seqs * per_sequence + of_a_step) if other_bytes else sys.maxsize
-        return cls(window, per_sequence, *ratio, most)
+        whole = -(-min(limits.whole_tokens, limits.max_num_batched_tokens) // block_size)
+        return cls(window, per_sequence, *ratio, most, per_sequence + whole)
 
     @property
     def gives_back(self) -> bool:
@@ -56,4 +58,4 @@ class WindowSplit(NamedTuple):
     def num_blocks(self, num_other: int) -> int:
         """Of the windowed layers, beside num_other blocks of the others: a sequence that is alone always fits."""
         wanted = -(-num_other * self.numerator // self.denominator)
-        return min(num_other, max(self.per_sequence, min(wanted, self.most)))
+        return min(num_other, max(self.least, min(wanted, self.most)))
