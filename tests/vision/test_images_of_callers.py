@@ -2,6 +2,7 @@
 
 import base64
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -241,3 +242,21 @@ def test_the_server_reads_no_others_by_default(client, url, said):
     messages = ask({"type": "image_url", "image_url": {"url": url}})
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(model="tiny", messages=messages)
+
+
+# -- docs/images.md ----------------------------------------------------------------------------------------------------
+
+
+def test_the_examples_of_the_page_run(llm, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "images.md").read_text("utf-8")
+    monkeypatch.chdir(tmp_path)
+    code = "\n".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    assert code.count('LLM("Qwen/Qwen3-VL-2B-Instruct")') == 1
+    names = {"tiny": llm}
+    exec(code.replace('LLM("Qwen/Qwen3-VL-2B-Instruct")', "tiny"), names)
+    pages, text, size = capsys.readouterr().out.split("\n", 1)[0], names["answer"]["text"], names["image"]
+    assert pages == "1 pages"
+    assert text
+    assert (size.width, size.height) == (1000, 1400)
+    (row,) = read_folder(tmp_path / "text")
+    assert row["id"] == "page-01.png"
