@@ -142,8 +142,8 @@ class LLMEngine:
 
         Args:
             prompts: one prompt, or an iterable of prompts. A prompt is a text; a list, tuple, array or tensor of token
-                ids; {"prompt": text}; {"prompt_token_ids": token ids}; or a tokenizer's output for one text. Several
-                may also be a tokenizer's output for all of them, or an array or tensor [num_prompts, num_tokens].
+                ids; {"prompt": text}, also with "images"; {"prompt_token_ids": token ids}; a tokenizer's output for one
+                text. Several may also be its output for all of them, or an array or tensor [num_prompts, num_tokens].
             sampling_params: one for all prompts, or a list with one each; None for the defaults.
             use_tqdm: show a progress bar in a terminal or a notebook; or a function that makes the bar, such as
                 functools.partial(tqdm, leave=False).

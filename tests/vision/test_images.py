@@ -1,6 +1,7 @@
 """Prompts with images, held to transformers: float32 on the CPU, token for token, on tiny random checkpoints."""
 
 import math
+import pickle
 import shutil
 from copy import copy
 from functools import cache
@@ -26,6 +27,7 @@ from thread_ranks import make_llm_of_ranks
 from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, VisionReference, draw_image, make_vision_checkpoint
 
 from nanovllm.config import Config
+from nanovllm.engine.features.images.image_sequence import ThinkingImageSequence
 from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.images import ImagePrompt, load_processor
 from nanovllm.engine.start.memory import largest_prefill
@@ -148,13 +150,13 @@ def test_batches_of_patches(case):
     assert encoded == [36 + 96 + 8, 256]
 
 
-@each_family("qwen3_5_moe")
+@each_family("qwen3_5_moe", "qwen3_5", "gemma3")
 def test_two_ranks(case, family):
     with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=75 if family == "gemma4" else 50) as llm:
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
 
 
-@each_family("qwen3_5_moe")
+@each_family("qwen3_5_moe", "gemma3", "gemma4")
 def test_speculation(case, family, monkeypatch):
     """Proposed tokens have positions too."""
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
@@ -305,7 +307,7 @@ def test_what_a_tower_is_told_of_the_sizes_changes_nothing(case, monkeypatch):
     assert torch.equal(found, expected)
 
 
-@each_family("qwen3_5_moe")
+@each_family("qwen3_5_moe", "qwen3_5")
 def test_image_processors(case, family, tmp_path):
     """As the checkpoint describes it, or its family's usual one. Either says how many rows an image has before it is
     decoded."""
@@ -321,3 +323,15 @@ def test_image_processors(case, family, tmp_path):
     type(described)(**spec.processor_options() | {name: wrong}).save_pretrained(path)
     with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {name}=.*vision_config says"):
         load_processor(spec, path)
+
+
+def test_thinking_budgets_and_images(case):
+    """One sequence may have both."""
+    tokens = case.prompts[0]["prompt"]
+    with make_llm(case.path) as llm:
+        images = llm._sequences.image_prompts.read(case.prompts[0])
+        seq = ThinkingImageSequence(images, greedy(4), images=images.images)
+        assert seq.images is images.images
+        assert len(seq.token_ids) == len(tokens) + 8
+        with pytest.raises(TypeError, match="a step by hand on several ranks has no images"):
+            pickle.dumps(seq)
