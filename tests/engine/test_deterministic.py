@@ -265,9 +265,10 @@ def test_linear_attention_and_experts_on_a_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(config, "device", "cuda")
     with pytest.raises(ValueError, match="model: on a GPU linear attention"):
         check_deterministic(config)
-    with monkeypatch.context() as patched, pytest.raises(ValueError, match="quantization: products of weights in fp8"):
-        patched.setattr(config, "weight_format", Fp8())
+    monkeypatch.setattr(config, "weight_format", Fp8())
+    with pytest.raises(ValueError, match="quantization: products of weights in fp8"):
         check_deterministic(config)
+    monkeypatch.setattr(config, "weight_format", None)
     monkeypatch.setattr(config, "tensor_parallel_size", 2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 on a GPU with deterministic=True"):
         check_deterministic(config)
