@@ -129,14 +129,19 @@ def test_tokens_are_those_of_other_engines(path, llm):
         )
 
 
-def test_a_score_has_the_bits_of_the_sampling_also_after_an_update(path, llm, tmp_path):
-    other = make_checkpoint(tmp_path, seed=3)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_a_score_has_the_bits_of_the_sampling_also_after_an_update(family, tmp_path):
+    skip_unless_known(family)
+    path, other = (make_checkpoint(tmp_path / str(seed), seed=seed, **FAMILIES[family]) for seed in (0, 3))
+    numbers = 0, 6, 8
+    with make_llm(path, deterministic=True) as llm:
+        expected = answers_of(llm, numbers)
     with make_llm(other, deterministic=True) as updated:
         updated.update_weights(load_file(path / "model.safetensors").items())
-        for number in (0, 6, 8):
+        for number, sampled_before in zip(numbers, expected, strict=True):
             prompt, params = REQUESTS[number]
             [output] = generate(updated, [prompt], params)
-            assert bits([output]) == answers_of(llm, [number])
+            assert bits([output]) == [sampled_before]
             beside = [each for each, _ in REQUESTS[:5]]
             scores = updated.score([prompt, *beside], [output["token_ids"], *beside], use_tqdm=False)
             sampled: Any = [next(iter(each.values())) for each in output["logprobs"] or ()]
