@@ -129,14 +129,19 @@ def test_tokens_are_those_of_other_engines(path, llm):
         )
 
 
-def test_a_score_has_the_bits_of_the_sampling_also_after_an_update(path, llm, tmp_path):
-    other = make_checkpoint(tmp_path, seed=3)
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_a_score_has_the_bits_of_the_sampling_also_after_an_update(family, tmp_path):
+    skip_unless_known(family)
+    path, other = (make_checkpoint(tmp_path / str(seed), seed=seed, **FAMILIES[family]) for seed in (0, 3))
+    numbers = 0, 6, 8
+    with make_llm(path, deterministic=True) as llm:
+        expected = answers_of(llm, numbers)
     with make_llm(other, deterministic=True) as updated:
         updated.update_weights(load_file(path / "model.safetensors").items())
-        for number in (0, 6, 8):
+        for number, sampled_before in zip(numbers, expected, strict=True):
             prompt, params = REQUESTS[number]
             [output] = generate(updated, [prompt], params)
-            assert bits([output]) == answers_of(llm, [number])
+            assert bits([output]) == [sampled_before]
             beside = [each for each, _ in REQUESTS[:5]]
             scores = updated.score([prompt, *beside], [output["token_ids"], *beside], use_tqdm=False)
             sampled: Any = [next(iter(each.values())) for each in output["logprobs"] or ()]
@@ -265,9 +270,10 @@ def test_linear_attention_and_experts_on_a_gpu_are_refused(monkeypatch):
     monkeypatch.setattr(config, "device", "cuda")
     with pytest.raises(ValueError, match="model: on a GPU linear attention"):
         check_deterministic(config)
-    with monkeypatch.context() as patched, pytest.raises(ValueError, match="quantization: products of weights in fp8"):
-        patched.setattr(config, "weight_format", Fp8())
+    monkeypatch.setattr(config, "weight_format", Fp8())
+    with pytest.raises(ValueError, match="quantization: products of weights in fp8"):
         check_deterministic(config)
+    monkeypatch.setattr(config, "weight_format", None)
     monkeypatch.setattr(config, "tensor_parallel_size", 2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 on a GPU with deterministic=True"):
         check_deterministic(config)
