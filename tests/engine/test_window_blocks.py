@@ -4,6 +4,8 @@ import pytest
 from invariants import FakeModel, check_scheduler
 from schedulers import SIZE, add, make_scheduler
 
+from nanovllm.engine.scheduler import MIN_CHUNK_SHARE
+
 WINDOW = 6  # of tokens: a token sees its own block of 4 and up to two before it
 BEGINNING = list(range(100, 100 + 4 * SIZE))
 
@@ -53,6 +55,24 @@ def test_a_long_prompt_needs_few_blocks():
     run(scheduler, lambda seqs: chunks.append(seqs[0].num_scheduled_tokens))
     assert chunks[:2] == [3 * SIZE, 3 * SIZE], "five blocks, of which two are seen"
     assert sum(chunks) == 102
+
+
+def test_no_short_chunks_while_others_run():
+    """A long prompt waits until an eighth of the blocks is free, as long as others can go on."""
+    scheduler = make(32, num_blocks=200, max_num_batched_tokens=128, max_num_seqs=32)
+    others = [add(scheduler, 9, max_tokens=3, ignore_eos=True) for _ in range(14)]
+    long, chunks, num_left = add(scheduler, 200, max_tokens=2, ignore_eos=True), [], []
+
+    def watch(seqs):
+        chunks.extend(seq.num_scheduled_tokens for seq in seqs if seq is long)
+        if not chunks:
+            num_left.append(len(scheduler.block_manager.cells.free_block_ids))
+
+    run(scheduler, watch)
+    assert 0 < num_left[-1] < 6, "there were some blocks"
+    assert all(seq.is_finished for seq in others)
+    assert chunks[0] >= 128 // MIN_CHUNK_SHARE
+    assert sum(chunks) == 201
 
 
 def test_both_kinds_are_short():

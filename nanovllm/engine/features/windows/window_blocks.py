@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from nanovllm.engine.admission import RESERVED_SHARE
 from nanovllm.engine.cells import KnownBlocks, NoCells
 from nanovllm.engine.free_blocks import FreeBlocks
+from nanovllm.engine.scheduler import MIN_CHUNK_SHARE
 from nanovllm.engine.sequence import Sequence
 from nanovllm.layers.stores.window_split import num_blocks_before
 
@@ -130,17 +131,22 @@ class WindowBlocks(NoCells):
         # A new list: whoever has written the old one to the device must write all of it again.
         table.blocks, table.num_passed = [held[0] if held else 0] * end + held, end
 
-    def limit_prefill(self, head: Sequence, budget: int) -> int:
-        """How many of `budget` tokens the step being scheduled may prefill. head: the first in the queue, which gets
-        blocks for its next chunk if it is between two of them."""
-        size, num_free = self.block_size, len(self.free_block_ids)
+    def limit_prefill(self, head: Sequence, budget: int, is_alone: bool) -> int:
+        """How many of `budget` tokens the step being scheduled may prefill; 0 if the running sequences should go on,
+        and end, before there is room for more than a short chunk.
+
+        head: the first in the queue, which gets blocks for its next chunk if it is between two of them. is_alone:
+        whether no sequence runs.
+        """
+        size, num_free, num_left = self.block_size, len(self.free_block_ids), head.num_tokens - head.num_cached_tokens
         if head.block_table:
-            start = head.num_cached_tokens
-            budget = min(budget, (len(head.cell.blocks) + num_free) * size - start)
-            self.extend(head, -(-(start + min(budget, head.num_tokens - start)) // size))
+            room = (len(head.cell.blocks) + num_free) * size - head.num_cached_tokens
         else:  # What its first token sees may be shared, but free.
-            num_seen = min(self.num_before, head.num_blocks - 1)
-            budget = max(0, min(budget, (num_free - num_seen) * size))
+            room = (num_free - min(self.num_before, head.num_blocks - 1)) * size
+        least = min(num_left, budget // MIN_CHUNK_SHARE, self.num_blocks * size // MIN_CHUNK_SHARE)
+        budget = 0 if room < least and not is_alone else max(0, min(budget, room))
+        if head.block_table:
+            self.extend(head, -(-(head.num_cached_tokens + min(budget, num_left)) // size))
         self._step_tokens = budget
         return budget
 

@@ -45,5 +45,5 @@ class WindowedScheduler(Scheduler):
     block_manager: WindowedBlockManager
 
     def _schedule_prefill(self, budget: int, mixed: MixedAdmission | None = None) -> list[Sequence]:
-        budget = self.block_manager.cells.limit_prefill(self.waiting[0], budget)
+        budget = self.block_manager.cells.limit_prefill(self.waiting[0], budget, is_alone=not self.running)
         return super()._schedule_prefill(budget, mixed)
