@@ -39,8 +39,8 @@ class WholeImagesInWindows(WholeImages, WindowBlocks):
         WholeImages.__init__(self, num_rows)
         WindowBlocks.__init__(self, *of_windows)
 
-    def limit_prefill(self, head: Sequence, budget: int) -> int:
-        budget = super().limit_prefill(head, budget)
+    def limit_prefill(self, head: Sequence, budget: int, is_alone: bool) -> int:
+        budget = super().limit_prefill(head, budget, is_alone)
         if not isinstance(head, ImageSequence):
             return budget
         largest = max(each.end - each.start for each in head.images.each)
