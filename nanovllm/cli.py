@@ -117,6 +117,7 @@ def _add_run_batch(commands: Any, arguments: list[str]) -> None:
     parser = commands.add_parser(
         "run-batch",
         help="answer files of prompts, resumably",
+        usage="%(prog)s MODEL -i FILE [options]",
         description="Answer every line of files of prompts exactly once, and write the answers to a folder. The same "
         'command goes on where it was interrupted. Lines are {"prompt": ...}, {"messages": [...]} or requests of '
         "OpenAI's batch format. Exit status: 0 all lines are answered, 1 the job stopped half-way, 2 a wrong call, 3 "
