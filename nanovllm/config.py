@@ -26,6 +26,7 @@ from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config, si
 from nanovllm.models.quantization_config import checkpoint_quantization
 from nanovllm.models.registry import model_class
 from nanovllm.models.sentence_files import is_sentence_model, read_sentence_facts
+from nanovllm.models.vision import DEVICES
 from nanovllm.utils.checks import is_int, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.rules import check_rules
@@ -69,10 +70,10 @@ class Config(EngineOptions):
         check_rules(self)
         self._resolve_model()
         self._resolve_task()
-        self._resolve_vision()
         if self.plain:
             self._check_plain()
         self._resolve_device()
+        self._resolve_vision()
         self._resolve_dtype()
         self._resolve_formats()
         if self.deterministic:
@@ -156,7 +157,8 @@ class Config(EngineOptions):
 
     def _resolve_vision(self) -> None:
         """Leave out a vision tower that no request of this engine could use."""
-        if getattr(self.hf_config, "vision", None) and (self.task != "generate" or self.deterministic):
+        is_of_use = self.task == "generate" and not self.deterministic and self.device in DEVICES
+        if getattr(self.hf_config, "vision", None) and not is_of_use:
             self.hf_config = copy(self.hf_config)
             self.hf_config.vision = None
 
