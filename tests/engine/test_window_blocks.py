@@ -1,10 +1,18 @@
 """WindowBlocks: what a sequence holds in layers with a window, and what it gives back."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
+import torch
 from invariants import FakeModel, check_scheduler
 from schedulers import SIZE, add, make_scheduler
 
+from nanovllm.engine.features.images.image_sequence import ImageSequence, PlacedImages
+from nanovllm.engine.images import ImageInput
 from nanovllm.engine.scheduler import MIN_CHUNK_SHARE
+from nanovllm.engine.start.schedulers import WholeImagesInWindows
+from nanovllm.sampling_params import SamplingParams
 
 WINDOW = 6  # of tokens: a token sees its own block of 4 and up to two before it
 BEGINNING = list(range(100, 100 + 4 * SIZE))
@@ -128,3 +136,30 @@ def test_any_window(window):
     for length in (3, 17, 30):
         add(scheduler, length, max_tokens=9, ignore_eos=True)
     run(scheduler)
+
+
+@pytest.mark.parametrize("num_window_blocks", [6, 9, 12])
+def test_images_that_attend_both_ways_are_whole_where_windows_are_short(num_window_blocks):
+    """A prompt waits until all rows of its next image have room; alone, it always has. Six blocks are an image, and
+    what a token sees before it."""
+    num_rows, placeholder = 3 * SIZE, 7
+    cells = partial(WholeImagesInWindows, num_rows)
+    scheduler = make(num_window_blocks, make_cells=cells, max_num_batched_tokens=20, enable_prefix_caching=False)
+    others = [add(scheduler, 5 + i, max_tokens=12, ignore_eos=True) for i in range(4)]
+    image = ImageInput(torch.empty(0), None, num_rows, bytes(32))
+    tokens = [1] * 9 + [placeholder] * num_rows + [1] * 2 + [placeholder] * num_rows + [1] * 3
+    placed = PlacedImages(SimpleNamespace(placeholder_id=placeholder, has_axes=False), tokens, [image, image])
+    seeing = [
+        ImageSequence(tokens, SamplingParams(max_tokens=3, ignore_eos=True, seed=i), images=placed) for i in range(2)
+    ]
+    for seq in seeing:
+        scheduler.add(seq)
+    ends = set()
+
+    def watch(seqs):
+        ends.update(seq.num_cached_tokens + seq.num_scheduled_tokens for seq in seqs if isinstance(seq, ImageSequence))
+
+    run(scheduler, watch)
+    assert all(seq.is_finished for seq in (*others, *seeing))
+    assert not any(each.start < end < each.end for each in placed.each for end in ends)
+    assert min(ends) < len(tokens), "there were chunks"

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 from invariants import check_scheduler
 
-from nanovllm.engine.features.states.cells import Cells
+from nanovllm.engine.cells import NoCells
 from nanovllm.engine.features.windows.window_blocks import WindowBlocks
 from nanovllm.engine.features.windows.windowed_scheduler import WindowedBlockManager, WindowedScheduler
 from nanovllm.engine.request import Request
@@ -22,12 +22,12 @@ EOS = 2
 def make_scheduler(
     num_blocks: int = 100,
     mixed_step_rows: int = 0,
-    make_cells: Callable[[], Cells] | None = None,
+    make_cells: Callable[..., NoCells] | None = None,
     windows: tuple[int, int] | None = None,
     **changes,
 ) -> Scheduler:
-    """windows: blocks of the layers with a window, and the window, for a model that has such layers. changes: options
-    of Config."""
+    """windows: blocks of the layers with a window, and the window, for a model that has such layers; make_cells gets
+    these numbers then. changes: options of Config."""
     options = {
         "max_num_seqs": 8,
         "max_num_batched_tokens": 64,
@@ -41,7 +41,7 @@ def make_scheduler(
     }
     config = SimpleNamespace(**options | changes)
     if windows is not None:
-        make_cells = partial(WindowBlocks, *windows, config.kvcache_block_size)
+        make_cells = partial(make_cells or WindowBlocks, *windows, config.kvcache_block_size)
         return WindowedScheduler(config, mixed_step_rows, make_cells, WindowedBlockManager)
     more = {} if make_cells is None else {"make_cells": make_cells}
     return Scheduler(config, mixed_step_rows, **more)
