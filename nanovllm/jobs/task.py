@@ -69,8 +69,9 @@ class Task(ABC):
 
     @abstractmethod
     def answer(self, llm: "LLM", lines: Iterator[Prepared | None]) -> Iterator[tuple[Prepared, Output]]:
-        """Give an engine all lines, which have no error, and yield their outputs as they finish. lines: taken as the
-        engine needs them; after a None the next one is taken when a step has been computed."""
+        """Give an engine all lines, which have no error, and yield their outputs as they finish, each with the object
+        that was taken, or with one without its images. lines: taken as the engine needs them; after a None the next one
+        is taken when a step has been computed."""
 
     @abstractmethod
     def num_tokens(self, output: Output) -> int:

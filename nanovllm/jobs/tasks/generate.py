@@ -66,8 +66,9 @@ class Generate(Task):
                     yield NO_PROMPT, None
                 else:
                     line: Line = prepared.line
-                    # The engine alone keeps the images, as long as it needs them.
-                    under_way[next(indices)] = prepared._replace(line=line._replace(images=()))
+                    if line.images:  # The engine alone keeps them, as long as it needs them.
+                        prepared = prepared._replace(line=line._replace(images=()))
+                    under_way[next(indices)] = prepared
                     yield _of_engine(line), line.params
 
         pairs, same_pairs = tee(requests())
