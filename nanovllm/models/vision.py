@@ -153,7 +153,7 @@ class VisionSpec(ABC):
         """Numbers that the tower holds for each patch where it holds the most; an estimate."""
 
     def positions(self, starts: Sequence[int], images: Sequence[ProcessedImage], num_tokens: int) -> np.ndarray:
-        """The three parts of each token's position, int64 [3, num_tokens].
+        """The three parts of each token's position, int64 [3, num_tokens]. Asked of families with `has_axes` alone.
 
         Args:
             starts: of each image, the index of its first placeholder token.
@@ -162,7 +162,8 @@ class VisionSpec(ABC):
         raise NotImplementedError
 
     def axes(self, num_pairs: int) -> list[int]:
-        """Of each pair of dimensions that RoPE rotates, the part of the position that it follows: 0, 1 or 2."""
+        """Of each pair of dimensions that RoPE rotates, the part of the position that it follows: 0, 1 or 2. Asked of
+        families with `has_axes` alone."""
         raise NotImplementedError
 
 
