@@ -1,5 +1,6 @@
 """Gemma 4 (https://ai.google.dev/gemma/docs/core): the text model of the sizes without per-layer embeddings."""
 
+from math import isqrt
 from typing import ClassVar
 
 import torch
@@ -159,12 +160,15 @@ class Gemma4Vision(Gemma3Vision):
         return image.pixel_values.shape[1]
 
     def largest_images(self, num_patches, dtype, device):
-        side = int(num_patches**0.5) // 12 * 12  # a multiple of any kernel that pools
+        # One alone, because each patch attends to all others of its image, if the tower knows so many positions.
+        tower = self.fields["vision_config"]
+        kernel = tower["pooling_kernel_size"]
+        side = min(isqrt(num_patches), tower["position_embedding_size"]) // kernel * kernel
         at = torch.arange(side * side, device=device)
-        pixels = torch.zeros(1, side * side, 3 * self.fields["vision_config"]["patch_size"] ** 2, dtype=dtype)
-        positions = torch.stack((at % side, at // side), dim=1).unsqueeze(0)
-        extra = {"positions": positions}
-        return [ProcessedImage(pixels.to(device), None, side * side // self.patches_per_row, extra)]
+        pixels = torch.zeros(1, side * side, 3 * tower["patch_size"] ** 2, dtype=dtype, device=device)
+        extra = {"positions": torch.stack((at % side, at // side), dim=1).unsqueeze(0)}
+        image = ProcessedImage(pixels, None, side * side // self.patches_per_row, extra)
+        return [image] * max(1, num_patches // side**2)
 
 
 def load_buffers(tower: nn.Module) -> None:

@@ -288,6 +288,17 @@ def test_a_start_counts_the_tower_and_its_largest_images(case, monkeypatch):
             generate(llm, case.prompts[:1], greedy(2))
 
 
+@each_family()
+def test_the_largest_images_are_some_that_the_tower_reads(case, family):
+    """A GPU's start computes them. 8,200 patches are more than one image of the tiny towers has."""
+    spec = find_vision(Config(str(case.path), device="cpu").hf_config)
+    with torch.inference_mode():
+        images = spec.largest_images(8200, torch.float32, torch.device("cpu"))
+        rows = spec.encode(spec.make_tower().eval(), images)
+    assert rows.shape == (sum(image.num_rows for image in images), spec.row_size)
+    assert 7800 < sum(spec.num_patches(image) for image in images) <= 8200
+
+
 def without_tower(config):
     config = copy(config)
     config.hf_config = copy(config.hf_config)
