@@ -32,12 +32,16 @@ FAMILIES: dict[str, dict] = {
 @pytest.mark.parametrize(("N", "K"), [(4096, 1024), (1024, 3072), (151936, 1024), (1030, 2048)])
 def test_a_rows_product_has_the_same_bits_among_any_others(N, K, dtype):
     torch.manual_seed(0)
-    x, weight = torch.randn(700, K, device="cuda").to(dtype), torch.randn(N, K, device="cuda").to(dtype) / K**0.5
+    x, weight = torch.randn(2100, K, device="cuda").to(dtype), torch.randn(N, K, device="cuda").to(dtype) / K**0.5
     whole = fixed_order_linear(x, weight)
     torch.testing.assert_close(whole.float(), x.float() @ weight.float().T, rtol=2e-2, atol=2e-2)
-    for size in (1, 2, 3, 16, 63, 64, 65, 256):
+    # Of each tile size, and of the kernel for rows that begin anywhere.
+    elsewhere = torch.empty(x.numel() + 1, dtype=dtype, device="cuda")[1:].view_as(x).copy_(x)
+    for size in (1, 2, 3, 16, 63, 64, 65, 128, 129, 256, 257, 512, 1025):
         for start in (0, 7, 433):
-            assert torch.equal(fixed_order_linear(x[start:][:size], weight), whole[start:][:size]), (size, start)
+            for rows in (x, elsewhere):
+                found = fixed_order_linear(rows[start:][:size], weight)
+                assert torch.equal(found, whole[start:][:size]), (size, start, rows is x)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

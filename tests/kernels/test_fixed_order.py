@@ -14,7 +14,8 @@ from linear_inputs import make_linear
 from nanovllm import SamplingParams
 from nanovllm.kernels.attention import fixed_order
 from nanovllm.kernels.attention.fixed_order import FixedOrderWorkspace, fixed_order_decode, fixed_order_prefill
-from nanovllm.kernels.matmul.fixed_order import fixed_order_linear
+from nanovllm.kernels.matmul import fixed_order as products
+from nanovllm.kernels.matmul.fixed_order import Tile, fixed_order_linear, fixed_order_linear_on_hopper
 from nanovllm.layers.backends.fixed_order_triton import FixedOrderTritonBackend
 from nanovllm.layers.backends.torch_backend import prefill_attention_torch
 
@@ -32,6 +33,30 @@ def test_a_rows_product_has_the_same_bits_among_any_others(dtype, device):
     for size in (1, 3, 16, 64):
         parts = [fixed_order_linear.kernel(x[start:][:size], weight) for start in (0, 7, 66)]
         assert all(torch.equal(part, whole[start:][:size]) for start, part in zip((0, 7, 66), parts, strict=True)), size
+
+
+@pytest.mark.parametrize(("M", "N", "K"), [(5, 40, 72), (70, 136, 128)])
+def test_hoppers_products_equal_the_twin(M, N, K, device):
+    """Of several tiles a program, and parts of tiles."""
+    x, (weight, _) = torch.randn(M, K, device=device).to(HALF), make_linear(N, K, HALF, device)
+    y = torch.full((M, N), float("nan"), device=device).to(HALF)
+    fixed_order_linear_on_hopper(x, weight, y, Tile(64, 64, 64, 4, 3))
+    torch.testing.assert_close(y, fixed_order_linear.twin(x, weight), **rounding(HALF, 1, K))
+
+
+def test_a_tile_is_as_large_as_the_rows_and_the_multiprocessors_allow():
+    sizes = {
+        (1, 4096): 0,
+        (64, 151936): 0,
+        (128, 4096): 0,
+        (128, 6144): 1,
+        (256, 4096): 1,
+        (256, 6144): 2,
+        (512, 24576): 2,
+    }
+    for (num_tokens, N), i in sizes.items():
+        assert products._tile(num_tokens, N, 132) == products._TILES[i][0], (num_tokens, N)
+    assert products._tile(16384, 4096, 132) == products._LARGEST_TILE
 
 
 def test_wrong_products_are_refused(device):
