@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import nanovllm.kernels
 from nanovllm.config import Config
-from nanovllm.engine import model_runner
+from nanovllm.engine import deterministic, model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.start import build
@@ -65,6 +65,7 @@ from nanovllm.utils.progress import StartProgress
 CARDS = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 _SPARE_BYTES = 2 * 1024  # as in `kernels.shared_memory`
 _FP8 = {"quantization": "fp8", "kv_cache_dtype": "fp8"}
+_DETERMINISTIC: dict[str, Any] = {"deterministic": True}
 _FP8_CARD = 89
 # Triton has one code for sm_80, 86 and 89, apart from fp8.
 _CODE_OF_OTHERS = (80, 86)
@@ -78,6 +79,7 @@ _PLAIN = "Qwen3-0.6B"
 _QUICK = (
     *(("Qwen3-30B-A3B", options) for options in ({"quantization": "int4"}, {"dtype": "float32"}, _FP8)),
     *(("gemma-4-12B", {}), ("gemma-4-12B", {"dtype": "float32"}), ("gpt-oss-20b", {})),
+    ("Qwen3-30B-A3B", {"dtype": "float32"} | _DETERMINISTIC),
 )
 # These have the code of another card and more memory: a model of each kind of layers and head_dim, as it is.
 _FEWER_MODELS = (80, 86, 100)
@@ -334,7 +336,8 @@ def _recording() -> Iterator[dict[tuple, Launch]]:
 def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
     """The variants that an engine launches on a pretended card, from its start on."""
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
-    config = Config(model, device=str(device), **options)
+    with patch.object(deterministic, "DEVICES", ["cuda"]):
+        config = Config(model, device=str(device), **options)
     with _recording() as found:
         tp = TensorParallel()
         if config.tensor_parallel_size > 1:
@@ -375,8 +378,8 @@ def _kind(arg: Any) -> Any:
 def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str, Any]]]:
     """(model, options): each model, one of them over two and over four GPUs, one of each kind of layer and head_dim in
     float32, and in fp8 where the card has that, one with experts in int4, for one card also one without, and one with
-    states in bfloat16. For `_FEWER_MODELS` only one of each kind as it is, one with experts in int4, and one with such
-    states."""
+    states in bfloat16; a model of each kind of layers with deterministic=True, in each format. For `_FEWER_MODELS` only
+    one of each kind as it is, one with experts in int4, and one with such states."""
     has_fewer = capability in _FEWER_MODELS
     kinds: set[Any] = set()
     if not has_fewer:
@@ -389,6 +392,12 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
         yield model, {"quantization": "int4"}
     if capability == _LAUNCHES_ALL:  # A model without experts has products that one with experts has not.
         yield models[0], {"quantization": "int4"}
+    if not has_fewer:
+        hybrids = [model for model, config in configs.items() if has_linear_attention(config)]
+        formats: list[dict[str, Any]] = [{}, {"dtype": "float32"}, {"quantization": "int4"}]
+        formats += [{"quantization": "fp8"}] if capability >= _FP8_CARD else []
+        for model in dict.fromkeys((models[0], *with_experts[:1], *hybrids[:1])):
+            yield from ((model, _DETERMINISTIC | options) for options in formats)
     for model in models:
         config = configs[model]
         num_experts, global_head_dim = getattr(config, "num_experts", 0) or 0, getattr(config, "global_head_dim", None)

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from nanovllm.layers.experts.experts import ExpertsLinear, MixtureOfExperts
+from nanovllm.layers.experts.experts import ExpertsLinear
 from nanovllm.layers.linear import LinearBase
 from nanovllm.layers.matmul.candidates.fixed_order import QUANTIZED
 from nanovllm.layers.matmul.matmul import Matmul
@@ -29,13 +29,11 @@ def check_deterministic(config: Any) -> None:
     found = config.attention_backend
     refuse("attention_backend", found, found == "auto", "'auto', which takes the batch-invariant one,")
     format = config.weight_format
-    if format is not None and (config.device != "cpu" or format.name not in QUANTIZED):
+    if format is not None and format.name not in QUANTIZED:
         raise ValueError(
             f"quantization: products of weights in {format.kind or format.name} are not batch-invariant; use "
             "unquantized weights with deterministic=True"
         )
-    ranks = config.tensor_parallel_size
-    refuse("tensor_parallel_size", ranks, config.device == "cpu" or ranks == 1, "1 on a GPU")
     for feature in config.features:
         refuse(
             "features",
@@ -51,14 +49,9 @@ def check_deterministic(config: Any) -> None:
         )
 
 
-def check_layers(model: nn.Module, device: str, matmul: Matmul) -> None:
-    """Raises ValueError if the model has layers whose products are not batch-invariant on this kind of device."""
+def check_layers(model: nn.Module, matmul: Matmul) -> None:
+    """Raises ValueError if the model has layers of whose products no order can be promised on this machine."""
     for module in model.modules():
         if isinstance(module, (LinearBase, ExpertsLinear)) and module.format.name in QUANTIZED:
             operation = "experts" if isinstance(module, ExpertsLinear) else "linear"
             matmul.row(Key.of(operation, True, module.matrix), module.matrix)  # A trial of its shape, if it is new.
-    if device != "cpu" and any(isinstance(module, MixtureOfExperts) for module in model.modules()):
-        raise ValueError(
-            "model: on a GPU the products of experts depend on which tokens of a batch chose them; use "
-            "deterministic=False, or a model without experts"
-        )

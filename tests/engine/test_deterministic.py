@@ -12,15 +12,14 @@ from safetensors.torch import load_file
 from same_bits import answers, answers_alone, bits, make_requests
 from thread_ranks import make_llm_of_ranks
 from thread_replicas import ThreadReplicas
-from torch import nn
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine.deterministic import check_deterministic, check_layers
+from nanovllm.engine import deterministic
+from nanovllm.engine.deterministic import check_deterministic
 from nanovllm.engine.features.feature import Feature
 from nanovllm.engine.replicas import replicated_engine
 from nanovllm.layers.backends.choice import DETERMINISTIC_BACKENDS
-from nanovllm.layers.experts.experts import MixtureOfExperts
 from nanovllm.layers.formats.fixed_order import (
     DequantizedProducts,
     FixedOrder,
@@ -36,8 +35,7 @@ from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.packed import Packed
 from nanovllm.layers.matmul.candidates import make_candidates
 from nanovllm.layers.matmul.candidates.fixed_order import make_fixed_order_candidates
-from nanovllm.layers.matmul.matmul import Matmul
-from nanovllm.layers.parallel.tensor_parallel import TensorParallel
+from nanovllm.layers.matmul.candidates.fixed_order_gpu import make_fixed_order_candidates_of_gpu
 
 KINDS = ["sliding_attention", "full_attention"]
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -228,7 +226,7 @@ def test_a_processor_without_any_order_is_refused():
 
 
 def test_only_what_says_so_is_chosen():
-    chosen = make_fixed_order_candidates(1)
+    chosen = make_fixed_order_candidates(1) + make_fixed_order_candidates_of_gpu(torch.device("cpu"))
     chosen += [each for each in make_candidates() if {FixedOrder.name, FixedOrderReady.name} & {*each.formats}]
     assert all(each.is_batch_invariant for each in chosen)
     assert all(each.is_batch_invariant for each in DETERMINISTIC_BACKENDS)
@@ -261,21 +259,29 @@ def test_a_format_without_an_order_is_refused(path, monkeypatch):
         check_deterministic(config)
 
 
-def test_linear_attention_and_experts_on_a_gpu_are_refused(monkeypatch):
-    """Until they have kernels there."""
+def test_a_gpu_takes_every_format_and_several_ranks(path, monkeypatch):
+    monkeypatch.setattr(deterministic, "DEVICES", ["cpu", "cuda"])
+    config = Config(str(path), device="cpu")
+    monkeypatch.setattr(config, "device", "cuda")
+    monkeypatch.setattr(config, "tensor_parallel_size", 2)
+    for format in (Fp8(), Fp8Blocks(), Int4(), Mxfp4(), None):
+        monkeypatch.setattr(config, "weight_format", format)
+        check_deterministic(config)
+
+
+def test_linear_attention_on_a_gpu_is_refused(monkeypatch):
+    """Until it has kernels there."""
+    monkeypatch.setattr(deterministic, "DEVICES", ["cpu", "cuda"])
     config = Config("Qwen3.5-0.8B", device="cpu", load_format="dummy", skip_tokenizer_init=True)
     check_deterministic(config)
     monkeypatch.setattr(config, "device", "cuda")
     with pytest.raises(ValueError, match="model: on a GPU linear attention"):
         check_deterministic(config)
-    monkeypatch.setattr(config, "weight_format", Fp8())
-    with pytest.raises(ValueError, match="quantization: products of weights in fp8"):
+
+
+def test_a_gpu_is_refused(path, monkeypatch):
+    """Until its kernels have been compared on one."""
+    config = Config(str(path), device="cpu")
+    monkeypatch.setattr(config, "device", "cuda")
+    with pytest.raises(ValueError, match="device='cuda': must be 'cpu' with deterministic=True"):
         check_deterministic(config)
-    monkeypatch.setattr(config, "weight_format", None)
-    monkeypatch.setattr(config, "tensor_parallel_size", 2)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 on a GPU with deterministic=True"):
-        check_deterministic(config)
-    model = nn.Sequential(MixtureOfExperts(8, 8, 2, 1, True, TensorParallel(), Matmul()))
-    check_layers(model, "cpu", Matmul())
-    with pytest.raises(ValueError, match="model: on a GPU the products of experts"):
-        check_layers(model, "cuda", Matmul())

@@ -81,7 +81,9 @@ def share_memory(tp: TensorParallel, config: Config, device: torch.device) -> Te
     """The same place with memory that the GPUs share, if they can. All ranks must call it."""
     peers = make_peers(tp.rank, tp.size, cast(dist.Store, tp.store), device)
     max_tokens = max(config.max_num_batched_tokens, config.max_decode_rows)
-    reducer = make_reducer(peers, max_tokens, config.hf_config.hidden_size, config.dtype)
+    # How it adds depends on the number of tokens. Without it, `RankOrderParallel` adds all sums.
+    sizes = max_tokens, config.hf_config.hidden_size, config.dtype
+    reducer = None if config.deterministic else make_reducer(peers, *sizes)
     return replace(tp, peers=peers, reducer=reducer)
 
 

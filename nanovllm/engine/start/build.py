@@ -21,6 +21,7 @@ from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.matmul.candidates import Quack, make_candidates
 from nanovllm.layers.matmul.candidates.fixed_order import make_fixed_order_candidates
+from nanovllm.layers.matmul.candidates.fixed_order_gpu import make_fixed_order_candidates_of_gpu
 from nanovllm.layers.matmul.candidates.quack import load_quack
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.step_rows import mixed_step_rows
@@ -91,7 +92,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
             args = config.max_model_len, backend, tp, matmul
             model = make_model(config.hf_config, config.dtype, device, *args)
         if config.deterministic:
-            check_layers(model, config.device, matmul)
+            check_layers(model, matmul)
         num_params = num_layer_params(model)
     if config.weight_format is not None:
         logger.info("weights of linear layers: %s", config.weight_format.name)
@@ -155,9 +156,13 @@ def unquantized_format(config: Config) -> Unquantized:
 def make_matmul(config: Config, table: Table, device: torch.device, quack: Quack | None) -> Matmul:
     """What computes the layers' products. quack: None without quack-kernels."""
     what_to_tune = f"{config.model} --quantization {config.quantization}" if config.quantization else config.model
-    if config.deterministic and device.type == "cpu":
-        return Matmul(table, make_fixed_order_candidates(threads_per_rank(config.tensor_parallel_size)), what_to_tune)
-    return Matmul(table, make_candidates(device, quack), what_to_tune)
+    if not config.deterministic:
+        candidates = make_candidates(device, quack)
+    elif device.type == "cpu":
+        candidates = make_fixed_order_candidates(threads_per_rank(config.tensor_parallel_size))
+    else:
+        candidates = make_fixed_order_candidates_of_gpu(device)
+    return Matmul(table, candidates, what_to_tune)
 
 
 def choose_mixed_step_rows(config: Config, has_graphs: bool, has_cells: bool, gate_up: Weight, table: Table) -> int:

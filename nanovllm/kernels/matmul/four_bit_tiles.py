@@ -88,7 +88,7 @@ def arrange(x: Tensor) -> Tensor:
     and so on. 16-bit floats, rows contiguous."""
     num_tokens, K = x.shape
     # [unit, half of a byte, word, byte of a word]
-    return x.reshape(num_tokens, -1, 2, 8, 2).permute(0, 4, 2, 1, 3).reshape(num_tokens, K)
+    return x.reshape(num_tokens, K // UNIT, 2, 8, 2).permute(0, 4, 2, 1, 3).reshape(num_tokens, K)
 
 
 @kernel_or_twin

@@ -73,7 +73,7 @@ class TensorParallel:
 
 @dataclass(frozen=True)
 class RankOrderParallel(TensorParallel):
-    """Sums are in the order of the ranks. How gloo divides a tensor, and so its order, depends on the tensor's size."""
+    """Sums are in the order of the ranks. How gloo and NCCL divide a tensor, and so the order, depends on its size."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         if self.size > 1:
