@@ -71,3 +71,15 @@ def test_replicas_are_compared_with_one_engine(tmp_path):
     assert two["laptop"]["tokens"] == 2 * one["laptop"]["tokens"]
     assert (one["laptop"]["times"], one["times_start"]) == (1, 1)
     assert two["device"] == "2 x CPU"
+
+
+@pytest.mark.nightly
+def test_the_cost_of_the_same_bits_is_that_of_the_same_work(tmp_path):
+    file = tmp_path / "out.json"
+    sizes = "--device", "cpu", "--layers", 1, "--dtype", "float32", "--rounds", 2, "--workload", "cpu-decode-1"
+    run("deterministic", *sizes, "--json", file)
+    report = json.loads(file.read_text())["dtypes"]["float32"]
+    found = report["workloads"]["cpu-decode-1"]
+    assert {which: len(passes) for which, passes in found["passes"].items()} == {"off": 2, "on": 2}
+    assert found["cost"] == min(found["passes"]["on"]) / min(found["passes"]["off"]) - 1
+    assert report["off"] == report["on"]
