@@ -111,24 +111,15 @@ def read_hf_config(directory: str) -> "PreTrainedConfig":
         if isinstance(part, dict):
             _check_values(part, str(file))
     try:
-        from transformers import AutoConfig, __version__
+        from transformers import AutoConfig
 
-        text = content.get("text_config")
         complete = with_layer_types(content)
         if complete != content:
             read = AutoConfig.for_model(**complete)
         else:
             # False, because None asks on standard input whether to run code of the checkpoint.
             read = AutoConfig.from_pretrained(directory, trust_remote_code=False)
-        config = _text_config(read)
-        # Towers are those of transformers 5. Without one, the text model is loaded alone.
-        if isinstance(content.get("vision_config"), dict) and not __version__.startswith("4."):
-            # What `VisionSpec` reads. In plain values, because a worker gets it.
-            config.vision = {name: value for name, value in read.to_dict().items() if name != "text_config"}
-        # Some say it of the text model alone. `model_check` looks for a head that is another matrix.
-        if isinstance(text, dict) and text.get("tie_word_embeddings") is True:
-            config.tie_word_embeddings = True
-        return config
+        return text_config(read, content)
     except Exception as error:
         code, model_type = content.get("auto_map"), content.get("model_type")
         reason = one_line(error)
@@ -152,8 +143,24 @@ def with_layer_types(content: Fields) -> dict[str, Any]:
     return {**content, "layer_types": kinds}
 
 
+def text_config(read: "PreTrainedConfig", content: Fields) -> "PreTrainedConfig":
+    """The configuration of the text model, which may be a part of a larger one. Then its attribute `vision` is what
+    `VisionSpec` reads. read: transformers' of the content of config.json."""
+    from transformers import __version__
+
+    config = _text_config(read)
+    # Towers are those of transformers 5. Without one, the text model is loaded alone.
+    if isinstance(content.get("vision_config"), dict) and not __version__.startswith("4."):
+        # In plain values, because a worker gets it.
+        config.vision = {name: value for name, value in read.to_dict().items() if name != "text_config"}
+    # Some say it of the text model alone. `model_check` looks for a head that is another matrix.
+    text = content.get("text_config")
+    if isinstance(text, dict) and text.get("tie_word_embeddings") is True:
+        config.tie_word_embeddings = True
+    return config
+
+
 def _text_config(config: "PreTrainedConfig") -> "PreTrainedConfig":
-    """The configuration of the text model, where it is a part of a larger model."""
     text = getattr(config, "text_config", None)
     if text is None:
         return plain_config(config)

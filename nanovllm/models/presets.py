@@ -3,18 +3,25 @@
 import difflib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from nanovllm.models.hf_config import plain_config, with_layer_types
+from nanovllm.models.hf_config import text_config, with_layer_types
 from nanovllm.utils.checks import quoted
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
+
+def _merged(common: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """A family's fields with those of one size. A model that sees has them in parts: text_config and vision_config."""
+    names = {"text_config", "vision_config"} & common.keys() & own.keys()
+    return common | own | {name: common[name] | own[name] for name in names}
+
+
 _FAMILIES = json.loads(Path(__file__).with_suffix(".json").read_text())
 # Name -> (organization of the hub, fields of its config.json in the spelling of transformers 4, which 5 reads too)
 _PRESETS = {
-    name: (family["organization"], family["common"] | fields)
+    name: (family["organization"], _merged(family["common"], fields))
     for family in _FAMILIES
     for name, fields in family["sizes"].items()
 }
@@ -66,11 +73,11 @@ def meant_chat_model(model: str) -> tuple[str, str] | None:
 
 
 def preset_config(name: str) -> "PreTrainedConfig":
-    """The published transformers configuration of one of PRESET_NAMES. Raises KeyError for another name, ValueError if
-    the installed transformers is older than the model."""
+    """The published transformers configuration of one of PRESET_NAMES, as `read_hf_config` returns it. Raises KeyError
+    for another name, ValueError if the installed transformers is older than the model."""
     _, fields = _PRESETS[name]
     from transformers import CONFIG_MAPPING, AutoConfig, __version__
 
     if fields["model_type"] not in CONFIG_MAPPING:
         raise ValueError(f"{name}: transformers {__version__} does not know {fields['model_type']}: upgrade it")
-    return plain_config(AutoConfig.for_model(**with_layer_types(fields)))
+    return text_config(AutoConfig.for_model(**with_layer_types(fields)), fields)

@@ -20,6 +20,11 @@ class QwenVision(VisionSpec):
     has_axes = True
     sections = (24, 20, 20)  # pairs of dimensions for each part of a position, if the configuration does not say
     processor = "Qwen2VLImageProcessor"
+    usual_options: ClassVar = {
+        "size": {"shortest_edge": 2**16, "longest_edge": 2**24},  # pixels
+        "image_mean": [0.5, 0.5, 0.5],
+        "image_std": [0.5, 0.5, 0.5],
+    }
 
     def __init__(self, config: Any):
         super().__init__(config)

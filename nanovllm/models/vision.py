@@ -59,6 +59,7 @@ class VisionSpec(ABC):
         both_ways_in: the layers in which they do: "all layers" or "layers with a window".
         has_axes: whether a token's position has three parts (M-RoPE): `positions` and `axes` say which.
         processor: the name of transformers' image processor, for a checkpoint that names none.
+        usual_options: of that, as in the family's published checkpoints, where transformers' own are others.
     """
 
     placeholder_id: int
@@ -70,6 +71,7 @@ class VisionSpec(ABC):
     both_ways_in: ClassVar[str] = "all layers"
     has_axes: ClassVar[bool] = False
     processor: ClassVar[str]
+    usual_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: Any):
         self.fields: dict[str, Any] = config.vision
@@ -167,7 +169,9 @@ class VisionSpec(ABC):
 def load_processor(spec: VisionSpec, directory: str) -> Any:
     """Transformers' image processor of a checkpoint: the one that its preprocessor_config.json describes, or the
     family's with its usual options if there is no such file. Raises ValueError, naming the file, if what that makes is
-    not what the tower reads."""
+    not what the tower reads.
+
+    directory: of the checkpoint; for a published shape, which has no files, any name."""
     import transformers
 
     file = Path(directory, "preprocessor_config.json")
@@ -175,7 +179,7 @@ def load_processor(spec: VisionSpec, directory: str) -> Any:
     if not file.exists():
         # The one that needs no torchvision, where a release has two.
         name = spec.processor
-        return (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name))(**needed)
+        return (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name))(**spec.usual_options | needed)
     # False, because None asks on standard input whether to run code of the checkpoint.
     processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
     for option, value in needed.items():

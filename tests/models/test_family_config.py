@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from checkpoints import needs_transformers, skip_unless_known
 from configs import NEW_STYLE, OLD_STYLE
 from families import FAMILIES
@@ -303,6 +304,9 @@ PUBLISHED = {
     "Qwen3.6-27B": 26.9,
     "Qwen3.5-35B-A3B": 34.7,
     "Qwen3.6-35B-A3B": 34.7,
+    "Qwen3-VL-2B": 1.72,
+    "Qwen3-VL-4B": 4.02,
+    "Qwen3-VL-8B": 8.19,
     "Qwen2.5-0.5B": 0.49,
     "Qwen2.5-1.5B": 1.54,
     "Qwen2.5-3B": 3.09,
@@ -340,6 +344,19 @@ PUBLISHED = {
     "gpt-oss-20b": 20.91,
     "gpt-oss-120b": 116.83,
 }
+# Of their vision towers.
+TOWERS = {
+    "Qwen3.5-0.8B": 0.1,
+    "Qwen3.5-4B": 0.334,
+    "Qwen3.5-9B": 0.456,
+    "Qwen3.5-27B": 0.461,
+    "Qwen3.6-27B": 0.461,
+    "Qwen3.5-35B-A3B": 0.447,
+    "Qwen3.6-35B-A3B": 0.447,
+    "Qwen3-VL-2B": 0.407,
+    "Qwen3-VL-4B": 0.415,
+    "Qwen3-VL-8B": 0.576,
+}
 
 
 @pytest.mark.parametrize(
@@ -353,7 +370,11 @@ def test_a_published_shape_has_its_parameters(name):
         return
     config = Config(name, load_format="dummy", device="cpu").hf_config
     model = make_model(config, torch.bfloat16, torch.device("meta"), 16, TorchBackend(), TensorParallel(), Matmul())
-    num_params = num_checkpoint_params(model)
+    of_tower = 0
+    if not transformers.__version__.startswith("4."):
+        of_tower = sum(each.numel() for name, each in model.named_parameters() if name.startswith("vision."))
+        assert of_tower / 1e9 == pytest.approx(TOWERS.get(name, 0), rel=0.012)
+    num_params = num_checkpoint_params(model) - of_tower
     assert num_params / 1e9 == pytest.approx(PUBLISHED[name], rel=0.012)
     # The floor of bench.py counts all but norms and biases, and the embedding where it is not the head. gpt-oss's
     # experts have biases too.

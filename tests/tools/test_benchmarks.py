@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoints import make_checkpoint
+from checkpoints import make_checkpoint, needs_family, needs_transformers
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.slow
@@ -50,6 +50,34 @@ def test_texts_are_embedded_beside_transformers(path, tmp_path):
     assert set(report["seconds"]) == {"nanovllm", "transformers"}
     assert 60 <= report["tokens"] <= 800
     assert report["share_of_floor"] > 0
+
+
+@pytest.mark.nightly
+@needs_family("qwen3_vl")
+@needs_transformers("5")
+def test_pages_are_read_and_counted(tmp_path):
+    pytest.importorskip("PIL", reason="needs Pillow")
+    file = tmp_path / "out.json"
+    sizes = "--num-images", 3, "--width", 320, "--height", 448, "--output-tokens", 4, "--max-model-len", 300
+    run(
+        "images",
+        "--model",
+        "Qwen3-VL-2B",
+        "--layers",
+        2,
+        "--device",
+        "cpu",
+        "--kvcache-gib",
+        0.1,
+        "--json",
+        file,
+        *sizes,
+    )
+    report = json.loads(file.read_text())
+    assert report["job"]["prompt_tokens_per_image"] == 10 * 14 + 22
+    assert report["job"]["output_tokens_per_second"] == pytest.approx(4 * report["job"]["images_per_second"])
+    assert 0 < report["encoder"]["share"] < 1
+    assert report["preprocessing"]["images_per_second"] > 0
 
 
 @pytest.mark.nightly

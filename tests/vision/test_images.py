@@ -26,6 +26,7 @@ from replay import Replay
 from thread_ranks import make_llm_of_ranks
 from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, VisionReference, draw_image, make_vision_checkpoint
 
+from nanovllm import LLM, find_image_reader, reads_images
 from nanovllm.config import Config
 from nanovllm.engine.features.images.image_sequence import ThinkingImageSequence
 from nanovllm.engine.features.speculation import speculative_scheduler
@@ -35,6 +36,7 @@ from nanovllm.fit import needs
 from nanovllm.models import qwen3_vl, vision
 from nanovllm.models.gemma3 import Gemma3Vision
 from nanovllm.models.model_size import meta_model
+from nanovllm.models.presets import preset_config
 from nanovllm.models.registry import find_vision
 
 pytest.importorskip("PIL", reason="needs Pillow")
@@ -334,6 +336,38 @@ def test_image_processors(case, family, tmp_path):
     type(described)(**spec.processor_options() | {name: wrong}).save_pretrained(path)
     with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {name}=.*vision_config says"):
         load_processor(spec, path)
+
+
+def test_a_published_shape_reads_images_without_a_file(no_network):
+    """Pages in the size that its published processor gives them, which transformers' own would make smaller."""
+    skip_unless_known("qwen3_vl")
+    image = draw_image(1000, 1400, seed=0)
+    for name in ("Qwen3-VL-2B", "Qwen/Qwen3.5-0.8B"):
+        packed = find_image_reader(name, None, None).read(image)
+        assert (packed.grid, packed.num_rows) == ((1, 88, 62), 1364)
+        pixels = packed.arrays["pixel_values"].values
+        assert (pixels.min(), pixels.max()) == (-1, 1)
+    assert not reads_images("Qwen3-0.6B")
+
+
+def test_a_published_shape_answers_token_ids_with_images(no_network):
+    skip_unless_known("qwen3_vl")
+    config = preset_config("Qwen3-VL-2B")
+    tower = config.vision["vision_config"]
+    sizes = {"num_hidden_layers": 3, "vocab_size": 151936, "hidden_size": 64, "intermediate_size": 64}
+    for name, value in (sizes | {"num_attention_heads": 8}).items():
+        setattr(config, name, value)
+    tower |= {"depth": 3, "deepstack_visual_indexes": [0, 1], "out_hidden_size": 64}
+    tower |= {"hidden_size": 64, "intermediate_size": 64, "num_heads": 2}
+    options = {"load_format": "dummy", "hf_config": config, "device": "cpu", "max_model_len": 300, "seed": 0}
+    options["skip_tokenizer_init"] = True
+    prompts = [
+        {"prompt": [1, config.vision["image_token_id"], 2], "images": [draw_image(288, 256, seed)]} for seed in (0, 1)
+    ]
+    with LLM("Qwen3-VL-2B", **options, kvcache_gib=0.1) as llm:
+        outputs = llm.generate(prompts, greedy(3), use_tqdm=False)
+    assert [output["num_prompt_tokens"] for output in outputs] == [2 + 9 * 8] * 2
+    assert [len(output["token_ids"]) for output in outputs] == [3, 3]
 
 
 def test_thinking_budgets_and_images(case):

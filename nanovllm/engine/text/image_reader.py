@@ -183,7 +183,7 @@ class ImageReader:
 
 def reads_images(model: str, revision: str | None = None) -> bool:
     """Whether prompts of a model may have images. model: a directory, a hub id, whose files are downloaded, or the name
-    of a published shape, which has no files. Raises ValueError, and OSError if they cannot be read."""
+    of a published shape, which needs no files. Raises ValueError, and OSError if they cannot be read."""
     return _find_vision(model, revision) is not None
 
 
@@ -205,18 +205,22 @@ def find_image_reader(
 
 
 def _find_vision(model: str, revision: str | None) -> "tuple[VisionSpec, str] | None":
-    from nanovllm.models.presets import find_preset
+    from nanovllm.models.presets import find_preset, preset_config
 
     found = find_directory(model, "model")
-    if found is None and find_preset(model) is not None:
-        return None
-    directory = str(found or download(model, "model", OTHER_FILES, revision))
-    config = Path(directory, "config.json")
-    # Before torch is imported, which takes seconds.
-    if not config.exists() or "vision_config" not in read_json(config):
-        return None
-    from nanovllm.models.hf_config import read_hf_config
+    preset = find_preset(model) if found is None else None
+    if preset is not None:
+        directory, config = model, preset_config(preset)
+    else:
+        directory = str(found or download(model, "model", OTHER_FILES, revision))
+        file = Path(directory, "config.json")
+        # Before torch is imported, which takes seconds.
+        if not file.exists() or "vision_config" not in read_json(file):
+            return None
+        from nanovllm.models.hf_config import read_hf_config
+
+        config = read_hf_config(directory)
     from nanovllm.models.registry import find_vision
 
-    spec = find_vision(read_hf_config(directory))
+    spec = find_vision(config)
     return None if spec is None else (spec, directory)
