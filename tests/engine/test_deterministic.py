@@ -15,10 +15,10 @@ from thread_replicas import ThreadReplicas
 
 from nanovllm import SamplingParams
 from nanovllm.config import Config
-from nanovllm.engine import deterministic
 from nanovllm.engine.deterministic import check_deterministic
 from nanovllm.engine.features.feature import Feature
 from nanovllm.engine.replicas import replicated_engine
+from nanovllm.engine.start.build import choose_mixed_step_rows
 from nanovllm.layers.backends.choice import DETERMINISTIC_BACKENDS
 from nanovllm.layers.formats.fixed_order import (
     DequantizedProducts,
@@ -33,9 +33,11 @@ from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
 from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.packed import Packed
+from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.matmul.candidates import make_candidates
 from nanovllm.layers.matmul.candidates.fixed_order import make_fixed_order_candidates
 from nanovllm.layers.matmul.candidates.fixed_order_gpu import make_fixed_order_candidates_of_gpu
+from nanovllm.layers.matmul.table import package_table
 
 KINDS = ["sliding_attention", "full_attention"]
 MOE = {"num_experts": 4, "num_experts_per_tok": 2}
@@ -259,29 +261,31 @@ def test_a_format_without_an_order_is_refused(path, monkeypatch):
         check_deterministic(config)
 
 
-def test_a_gpu_takes_every_format_and_several_ranks(path, monkeypatch):
-    monkeypatch.setattr(deterministic, "DEVICES", ["cpu", "cuda"])
+def test_it_has_the_mixed_steps_that_the_model_has_without_it(path):
+    config, table = Config(str(path), device="cpu"), package_table("NVIDIA H200")
+    values = torch.empty(24576, 4096, dtype=torch.bfloat16, device="meta")  # Qwen3-8B's gate and up
+    plain, fixed = (
+        choose_mixed_step_rows(config, True, False, Weight(format, values), table)
+        for format in (Unquantized(), FixedOrder())
+    )
+    assert fixed == plain > 0
+
+
+def test_a_gpu_takes_every_format_and_one_rank(path, monkeypatch):
     config = Config(str(path), device="cpu")
     monkeypatch.setattr(config, "device", "cuda")
-    monkeypatch.setattr(config, "tensor_parallel_size", 2)
     for format in (Fp8(), Fp8Blocks(), Int4(), Mxfp4(), None):
         monkeypatch.setattr(config, "weight_format", format)
+        check_deterministic(config)
+    monkeypatch.setattr(config, "tensor_parallel_size", 2)
+    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 on a GPU with deterministic=True"):
         check_deterministic(config)
 
 
 def test_linear_attention_on_a_gpu_is_refused(monkeypatch):
     """Until it has kernels there."""
-    monkeypatch.setattr(deterministic, "DEVICES", ["cpu", "cuda"])
     config = Config("Qwen3.5-0.8B", device="cpu", load_format="dummy", skip_tokenizer_init=True)
     check_deterministic(config)
     monkeypatch.setattr(config, "device", "cuda")
     with pytest.raises(ValueError, match="model: on a GPU linear attention"):
-        check_deterministic(config)
-
-
-def test_a_gpu_is_refused(path, monkeypatch):
-    """Until its kernels have been compared on one."""
-    config = Config(str(path), device="cpu")
-    monkeypatch.setattr(config, "device", "cuda")
-    with pytest.raises(ValueError, match="device='cuda': must be 'cpu' with deterministic=True"):
         check_deterministic(config)

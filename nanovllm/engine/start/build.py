@@ -172,6 +172,7 @@ def choose_mixed_step_rows(config: Config, has_graphs: bool, has_cells: bool, ga
     if num_rows is None:
         # A state goes through a prompt in a mixed step token by token, where a prefill has products of 64 tokens.
         is_measured = has_graphs and not has_cells and config.tensor_parallel_size == 1
-        measured = mixed_step_rows(table, Key.of("linear", False, gate_up)) if is_measured else 0
+        key = Key.of("linear", False, gate_up)._replace(format=gate_up.format.settings_name(gate_up.dtype))
+        measured = mixed_step_rows(table, key) if is_measured else 0
         num_rows = min(measured, config.max_num_batched_tokens)
     return num_rows if min(num_rows, config.max_num_seqs) > 1 else 0

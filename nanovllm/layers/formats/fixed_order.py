@@ -127,6 +127,9 @@ class FixedOrder(Unquantized):
     def table_name(self, dtype: torch.dtype) -> str:
         return self.name
 
+    def settings_name(self, dtype: torch.dtype) -> str:
+        return super().table_name(dtype)
+
     def packed(self, weight: T) -> tuple[WeightFormat, T]:
         if not weight.numel():  # a rank without a part of the vocabulary
             return self, weight

@@ -105,6 +105,10 @@ class WeightFormat(ABC):
         """What tables call it. dtype: of the products' input."""
         return self.name
 
+    def settings_name(self, dtype: torch.dtype) -> str:
+        """What the table's settings call it, which depend on sizes rather than on who computes a product."""
+        return self.table_name(dtype)
+
     def check_gpu(self, capability: tuple[int, int]) -> str | None:
         """None if GPUs of this compute capability multiply such weights, else what they need."""
         return None
