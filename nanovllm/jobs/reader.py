@@ -25,6 +25,7 @@ from nanovllm import ImageRules, find_image_reader, find_tokenizer
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.prepared import ImagePreparer, Prepared, Preparer
 from nanovllm.jobs.task import Task
+from nanovllm.utils.array_messages import pack, receive, send, unpack
 from nanovllm.utils.python_process import python_command
 
 Item = TypeVar("Item")
@@ -185,7 +186,7 @@ class ReadAhead:
         try:
             self._connection.send(plan)
             while isinstance(batch, list):
-                batch = receive(self._connection)
+                batch = unpack(receive(self._connection))
                 self._put(batch)
         except (EOFError, OSError):
             self._put(RuntimeError(f"the process that reads the input has died (exit status {self._process.wait()})"))
@@ -219,12 +220,12 @@ def main() -> None:
             else:
                 _use_one_thread()
             for batch in read(plan):
-                send(connection, batch)
-            send(connection, None)
+                send(connection, pack(batch))
+            send(connection, pack(None))
         except (BrokenPipeError, ConnectionError, EOFError):
             pass  # The parent has ended.
         except Exception as error:
-            send(connection, _picklable(error))
+            send(connection, pack(_picklable(error)))
 
 
 def _use_one_thread() -> None:
@@ -232,22 +233,6 @@ def _use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def send(connection: Connection, batch: Any) -> None:
-    """Arrays are not copied into the pickle: they follow it."""
-    arrays: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(batch, protocol=5, buffer_callback=arrays.append)
-    connection.send_bytes(pickle.dumps((head, len(arrays))))
-    for array in arrays:
-        with array.raw() as content:
-            connection.send_bytes(content)
-
-
-def receive(connection: Connection) -> Any:
-    """What `send` has sent. Its arrays may be written."""
-    head, num_arrays = pickle.loads(connection.recv_bytes())
-    return pickle.loads(head, buffers=[bytearray(connection.recv_bytes()) for _ in range(num_arrays)])
 
 
 def _picklable(error: Exception) -> Exception:

@@ -506,7 +506,8 @@ class Job:
     def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         num_under_way = 0
-        packages, room = Packages(llm, self.task), ImageRoom()
+        packages = Packages(llm, self.task)
+        room = ImageRoom(num_engines=llm.config.data_parallel_size)
 
         def checked() -> Iterator[Prepared | None]:
             nonlocal num_under_way

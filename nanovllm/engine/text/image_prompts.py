@@ -49,8 +49,6 @@ class ImagePrompts:
             reason = "; device='cpu' loads it, and GPUs do not yet" if is_elsewhere else ""
             name = (getattr(config.hf_config, "architectures", None) or ["the model"])[0]
             raise ValueError(f"images: this model reads no images: {name} is loaded without a vision tower{reason}")
-        if config.data_parallel_size > 1:
-            raise ValueError(f"images: need data_parallel_size=1, not {config.data_parallel_size}")
         return found
 
     @cached_property
