@@ -205,14 +205,19 @@ def test_the_reading_process_reads_images(path, scans, expected, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def client(llm, tmp_path_factory):
+def server(llm, tmp_path_factory):
     for name in ("starlette", "uvicorn", "openai"):
         pytest.importorskip(name, reason="needs the extra serve and openai")
     from served import Served
 
     served = Served(llm, tmp_path_factory.mktemp("batches"))
-    yield served.client
+    yield served
     served.end()
+
+
+@pytest.fixture
+def client(server):
+    return server.client
 
 
 def test_the_server_reads_images_that_requests_hold(client, scans, expected):
@@ -242,6 +247,35 @@ def test_the_server_reads_no_others_by_default(client, url, said):
     messages = ask({"type": "image_url", "image_url": {"url": url}})
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(model="tiny", messages=messages)
+
+
+def test_batches_read_images_by_the_rules_of_the_server(server, scans, expected, monkeypatch):
+    from served import request
+
+    def line(i, url):
+        messages = ask({"type": "image_url", "image_url": {"url": url}})
+        return request(i, "/v1/chat/completions", messages=messages, max_tokens=6)
+
+    data = f"data:image/png;base64,{base64.b64encode((scans / 'a.png').read_bytes()).decode()}"
+    lines = [line(0, data), line(1, "b.png"), line(2, "http://127.0.0.1/a.png"), line(3, data)]
+    found = answers_of_batch(server, lines)
+    assert [found[f"line-{i}"] for i in (0, 3)] == [expected["a.png"]] * 2
+    assert "files are not read here" in found["line-1"]
+    assert "allow_remote" in found["line-2"]
+    monkeypatch.setattr(server.runner, "_image_rules", ImageRules(image_root=str(scans)))
+    lines = [line(0, "b.png"), line(1, "../secret.png"), line(2, "inner/c.png")]
+    found = answers_of_batch(server, lines)
+    assert [found[f"line-{i}"] for i in (0, 2)] == [expected["b.png"], expected["inner/c.png"]]
+    assert "lies outside the folder" in found["line-1"]
+
+
+def answers_of_batch(server, lines) -> dict[str, str]:
+    """By the ids of the lines, the text or the error."""
+    batch = server.ended(server.start(lines, "/v1/chat/completions"))
+    assert (batch.status, batch.request_counts.total) == ("completed", len(lines))
+    good, wrong = server.lines(batch.output_file_id), server.lines(batch.error_file_id)
+    found = {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in good}
+    return found | {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in wrong}
 
 
 # -- docs/images.md ----------------------------------------------------------------------------------------------------
