@@ -1,7 +1,6 @@
 """Images as callers give them, on a tiny model that sees: chat, generate and jobs all ask the engine the same."""
 
 import base64
-import json
 import re
 import subprocess
 import sys
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("PIL", reason="needs the extra images")
-from checkpoints import make_llm, make_tokenizer, needs_family, skip_unless_known
+from checkpoints import make_llm, needs_family, skip_unless_known
 from job_files import ReadHere, by_id, interrupted_after, read_folder, read_lines, write_lines
-from vision_checkpoints import BEGIN, END, IMAGE, draw_image, make_vision_checkpoint
+from vision_checkpoints import MARK, draw_image, make_image_tokenizer, make_vision_checkpoint
 
 from nanovllm import ImageRules, SamplingParams, read_image
 from nanovllm.jobs import check_batch, run_batch, work
@@ -20,12 +19,6 @@ from nanovllm.jobs import check_batch, run_batch, work
 pytestmark = needs_family("qwen3_vl")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "use_tqdm": False}
-MARK = "<|image_pad|>"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
 SIZES = {"a.png": (48, 48), "b.png": (32, 64), "inner/c.png": (64, 32)}
 
 
@@ -33,18 +26,7 @@ SIZES = {"a.png": (48, 48), "b.png": (32, 64), "inner/c.png": (64, 32)}
 def path(tmp_path_factory):
     skip_unless_known("qwen3_vl")
     path = make_vision_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_vl")
-    make_tokenizer(path, chat_template=TEMPLATE)
-    # The tokens of images have ids beyond those of texts.
-    file = Path(path, "tokenizer.json")
-    content = json.loads(file.read_text())
-    known = {token["id"] for token in content["added_tokens"]}
-    names = {BEGIN: "<|vision_start|>", END: "<|vision_end|>", IMAGE: MARK}
-    for token_id in range(max(content["model"]["vocab"].values()) + 1, max(names) + 1):
-        name = names.get(token_id, f"<|unused-{token_id}|>")
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        assert token_id not in known
-        content["added_tokens"].append({"id": token_id, "content": name, "special": True} | flags)
-    file.write_text(json.dumps(content))
+    make_image_tokenizer(path)
     return path
 
 
