@@ -23,6 +23,7 @@ from nanovllm import (
 )
 from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.inputs import Inputs
+from nanovllm.jobs.prepared import NO_IMAGES
 from nanovllm.jobs.reader import ImagePlan, ReadPlan
 from nanovllm.jobs.tasks.all_tasks import make_task
 from nanovllm.openai_format.openai_batch import Responder
@@ -61,8 +62,7 @@ class Arguments:
         block_size: tokens of a KV cache block.
         max_len: tokens of the longest sequence, at most; None if only the model's files say it.
         chat_format: the name of the format of answers to chats; None: found.
-        image_rules: which images lines may name; by default those that they hold themselves, as data: URLs. None
-            refuses all.
+        image_rules: which images lines may name; by default those that they hold themselves, as data: URLs.
     """
 
     def __init__(self, model: Model, options: Row, task: str = "generate", **of_lines: Any):
@@ -70,7 +70,7 @@ class Arguments:
         TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
         self.model = model
-        self.image_rules: ImageRules | None = ImageRules()
+        self.image_rules = ImageRules()
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
         of_engine = vars(model.config) if isinstance(model, LLM) else self.engine_options
         self.keeps_receipts = bool(of_engine.get("deterministic"))
@@ -120,15 +120,17 @@ class Arguments:
         )
 
     @cached_property
-    def _image_plan(self) -> ImagePlan | None:
-        """None if the model reads no images, or if only other machines have it."""
-        if self.task.name != "generate" or self.image_rules is None:
-            return None
-        with suppress(FileNotFoundError):
-            if reads_images(self.model_name, self.engine_options.get("revision")):
-                dtype = str(self.model.config.dtype) if isinstance(self.model, LLM) else self._dtype
-                return ImagePlan(self.model_name, self.image_rules, dtype and dtype.removeprefix("torch."))
-        return None
+    def _image_plan(self) -> ImagePlan | str:
+        """As ReadPlan's."""
+        if self.task.name != "generate":
+            return NO_IMAGES
+        try:
+            if not reads_images(self.model_name, self.engine_options.get("revision")):
+                return NO_IMAGES
+        except FileNotFoundError:
+            return f"this machine, which would read them, does not have the files of {self.model_name}"
+        dtype = str(self.model.config.dtype) if isinstance(self.model, LLM) else self._dtype
+        return ImagePlan(self.model_name, self.image_rules, dtype and dtype.removeprefix("torch."))
 
     def check_engine(self, is_elsewhere: bool) -> None:
         """Raises what `engine` would for a wrong option or model, without loading weights. is_elsewhere: on other

@@ -4,7 +4,9 @@ import logging
 import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,6 +33,8 @@ logger = logging.getLogger(__name__)
 # its longest answer is complete.
 _BLOCKS_AT_ONCE, _BATCH = 8, 256
 _BLOCKS_AHEAD = 2  # at the actor, and not begun
+# Blocks of them would fill the memory: a row of a page takes as much as 10,000 rows of text.
+_NO_IMAGES = "GenerateActor reads none; run_batch does, also with Ray (replicas, ray_address)"
 
 
 Done = Callable[[tuple[Prepared, Output]], object]  # takes a line and its RequestOutput
@@ -44,13 +48,15 @@ class SharedEngine:
         self.llm, self._task = llm, task
         self._on_error = on_error
         self._error: BaseException | None = None
-        self._requests: queue.SimpleQueue[list[tuple[Prepared, Done]]] = queue.SimpleQueue()
-        self._done: dict[int, Done] = {}  # by the ids of lines under way
+        self._requests: queue.SimpleQueue[deque[tuple[Prepared, Done]]] = queue.SimpleQueue()
+        # By the positions that lines have here: theirs are those of their blocks.
+        self._done: dict[int, tuple[int, Done]] = {}
+        self._numbers = count()
         threading.Thread(target=self._run, name="nanovllm-engine", daemon=True).start()
 
     def submit(self, lines: Iterable[Prepared], done: Done) -> None:
         """Lines that have no error, and whose prompts are token ids. What cannot be served gets an output with one."""
-        self._requests.put([(each, done) for each in lines])
+        self._requests.put(deque((each, done) for each in lines))
 
     def answer(self, lines: list[Prepared]) -> list[tuple[Prepared, Output]]:
         """Wait for the outputs of lines, some of which may have an error."""
@@ -69,7 +75,8 @@ class SharedEngine:
     def _run(self) -> None:
         try:
             for prepared, output in self._task.answer(self.llm, self._lines()):
-                self._done.pop(id(prepared))((prepared, output))
+                position, done = self._done.pop(prepared.position)
+                done((prepared._replace(position=position), output))
         except BaseException as error:
             logger.exception("The engine has died")
             self._error = error
@@ -83,9 +90,11 @@ class SharedEngine:
             except queue.Empty:
                 yield None
                 continue
-            for prepared, done in requests:
-                self._done[id(prepared)] = done
-                yield prepared
+            while requests:  # None is kept here: with its images, a line is the engine's alone.
+                prepared, done = requests.popleft()
+                number = next(self._numbers)
+                self._done[number] = prepared.position, done
+                yield prepared._replace(position=number)
 
 
 class GenerateActor:
@@ -134,7 +143,7 @@ class GenerateActor:
         self._engine = start_engine(self._arguments, num_threads, _end_process)
         self._format: LineFormat = self._arguments.line_format  # type: ignore[assignment]
         self._preparer = self._arguments.task.preparer(
-            self._engine.llm.get_tokenizer(), self._arguments.max_len, self._arguments.chat_format
+            self._engine.llm.get_tokenizer(), self._arguments.max_len, self._arguments.chat_format, _NO_IMAGES
         )
 
     @staticmethod

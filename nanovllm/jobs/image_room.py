@@ -5,16 +5,16 @@ from typing import Any
 
 from nanovllm.utils.host_memory import host_memory
 
-_MOST_BYTES = 16 << 30  # More would not keep a card busier.
+_MOST_BYTES = 16 << 30  # of an engine; more would not keep a card busier
 _SHARE = 0.25  # of the memory that is free when the job begins
 
 
 class ImageRoom:
-    """Counts the images that are alive. An engine drops one when it has computed its rows, long before the answer."""
+    """Counts the images that are alive. An engine has them until their answer is complete."""
 
-    def __init__(self, most_bytes: int | None = None):
+    def __init__(self, most_bytes: int | None = None, num_engines: int = 1):
         """most_bytes: None: a share of the machine's."""
-        self._most = most_bytes or min(_MOST_BYTES, int(_SHARE * host_memory().available))
+        self._most = most_bytes or min(num_engines * _MOST_BYTES, int(_SHARE * host_memory().available))
         self._num_bytes = 0
         self._alive: dict[int, weakref.ref[Any]] = {}  # by their ids
 

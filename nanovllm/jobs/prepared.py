@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import LineId
 
+NO_IMAGES = "this model reads no images"
+
 
 class Prepared(NamedTuple):
     """A line on its way. Exactly one of line and error is given."""

@@ -12,7 +12,7 @@ import sysconfig
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,10 @@ from nanovllm.jobs.fingerprint import Fingerprint
 from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Generated, Progress
 from nanovllm.jobs.ray_engine import Exchanged, RayEngine, Started, on_any_machine
-from nanovllm.jobs.writer import Writer, error_line
+from nanovllm.jobs.reader import num_bytes
+from nanovllm.jobs.writer import Finished, Writer, error_line
 from nanovllm.utils.checks import one_line
+from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.threads import available_cores
 
 # An engine has this share of max_num_seqs beyond those, so that it does not run empty until it gets more.
@@ -44,6 +46,11 @@ _LAST_SECONDS = 5.0  # After an interrupt, for what is finished.
 _MAX_STARTS = 3  # of an engine, if its process dies before it has started
 _MAX_DEATHS = 10  # of engines while they had a certain line
 _READ_BATCH, _READ_AHEAD = 64, 128  # lines, and batches of a reading process
+# What lines take on their way, if they have images: read and not handed out, and in one exchange.
+_READ_BYTES, _EXCHANGE_BYTES = 512 << 20, 256 << 20
+# Images of an engine's lines are here until these are answered, so that another engine can get them: so many bytes, or
+# an engine's part of a share of the memory that is free when the job begins. The engine has them too.
+_ENGINE_BYTES, _MEMORY_SHARE = 16 << 30, 0.25
 
 
 class EngineDied(RuntimeError):
@@ -80,6 +87,8 @@ class RayEngines:
             raise
         limit = options.get("max_num_seqs", Config.max_num_seqs)
         self._most_lines = limit + max(_MIN_AHEAD, int(_AHEAD_SHARE * limit))
+        of_memory = int(_MEMORY_SHARE * host_memory().available / num_engines)
+        self._most_bytes = min(_ENGINE_BYTES, of_memory)
         self._pause = min(max(_PAUSE_SECONDS, num_engines * _SECONDS_PER_ENGINE), _MAX_PAUSE_SECONDS)
         return self
 
@@ -135,23 +144,33 @@ class RayEngines:
         most = min(self._most_lines, -(-self._num_left // len(self._all)))
         for engine in self._all:
             if engine.has_started and engine.call is None:
-                lines = list(self._take(most - len(engine.lines)))
+                lines = self._take(engine, most)
                 if lines or engine.lines:
                     engine.exchange(lines, self._pause)
 
-    def _take(self, num: int) -> Iterator["_Given"]:
-        while num > 0:
-            if self._again:
-                yield self._again.popleft()
-            elif (prepared := self._lines.take(self._last_position())) is None:
-                return
-            elif prepared.line is None:
-                self._write([error_line(prepared, str(prepared.error))])
-                continue
-            else:
+    def _take(self, engine: "_Engine", most: int) -> list["_Given"]:
+        """Lines for an engine, which then has so many at most. With images, fewer: one alone always has room."""
+        taken, size = list[_Given](), 0
+        while len(engine.lines) + len(taken) < most and (given := self._next()) is not None:
+            now = size + given.num_bytes
+            is_too_much = engine.num_bytes + now > self._most_bytes and engine.num_bytes + size
+            if given.num_bytes and (is_too_much or (now > _EXCHANGE_BYTES and size)):
+                self._again.appendleft(given)
+                break
+            taken.append(given)
+            size = now
+        return taken
+
+    def _next(self) -> "_Given | None":
+        """The next line for any engine; None if there is none at the moment."""
+        if self._again:
+            return self._again.popleft()
+        while (prepared := self._lines.take(self._last_position())) is not None:
+            if prepared.line is not None:
                 self._progress.hand_out(prepared.line)
-                yield _Given(prepared)
-            num -= 1
+                return _Given(prepared)
+            self._write([(error_line(prepared, str(prepared.error)), None)])
+        return None
 
     def _last_position(self) -> float:
         return float("inf") if self._max_ahead is None else self._writer.num_in_order + self._max_ahead
@@ -183,17 +202,15 @@ class RayEngines:
                 exchanged: Exchanged = pickle.loads(result)
                 if exchanged.error is not None:
                     raise exchanged.error
-                for row in exchanged.rows:
-                    del engine.lines[row.position]
-                    engine.num_returned += row.num_completion_tokens
                 engine.generated = exchanged.generated
-                self._write(exchanged.rows)
+                self._write([(row, engine.take_back(row)) for row in exchanged.rows])
 
-    def _write(self, rows: list[Any]) -> None:
+    def _write(self, rows: list[tuple[Finished, Any]]) -> None:
+        """rows: each with its line; None if no engine got it."""
         self._num_left -= len(rows)
-        for row in rows:
+        for row, line in rows:
             self._writer.put(row)
-            self._progress.add(row.num_completion_tokens, row.is_error)
+            self._progress.add(row.num_completion_tokens, row.is_error, line)
 
     def _replace(self, engine: "_Engine", error: RayError) -> None:
         if not engine.has_started and (engine.num_starts >= _MAX_STARTS or not isinstance(error, RayActorError)):
@@ -223,6 +240,7 @@ class _Given:
 
     def __init__(self, line: Prepared):
         self.line = line
+        self.num_bytes = getattr(line.line, "num_image_bytes", 0)  # of its images
         self.num_deaths = 0  # of engines that had it
 
 
@@ -232,6 +250,7 @@ class _Engine:
     Attributes:
         call: the result of the call under way; None if there is none.
         lines: that it has, by their positions.
+        num_bytes: of their images.
         num_starts: since it has last started.
         generated: its counters, as it has last told them.
         num_returned: tokens in the rows that have come since it started.
@@ -240,6 +259,7 @@ class _Engine:
     def __init__(self, actor: Any, arguments: tuple[Arguments, int]):
         self._class, self._arguments = actor, arguments
         self.lines: dict[int, _Given] = {}
+        self.num_bytes = 0
         self.num_starts = 0
         self._start()
 
@@ -252,13 +272,21 @@ class _Engine:
 
     def restart(self) -> None:
         ray.kill(self.actor)
-        self.lines = {}
+        self.lines, self.num_bytes = {}, 0
         self._start()
 
     def exchange(self, lines: list[_Given], pause: float) -> None:
         """Give it lines, and ask for what it has finished."""
         self.lines |= {given.line.position: given for given in lines}
+        self.num_bytes += sum(given.num_bytes for given in lines)
         self.call = self.actor.exchange.remote(pickle.dumps([given.line for given in lines]), pause)
+
+    def take_back(self, row: Finished) -> Any:
+        """The line of a row that has come."""
+        given = self.lines.pop(row.position)
+        self.num_bytes -= given.num_bytes
+        self.num_returned += row.num_completion_tokens
+        return given.line.line
 
 
 class _Lines:
@@ -270,6 +298,7 @@ class _Lines:
         self._num_taken = 0
         self._batch = deque[Prepared]()
         self._queue: queue.Queue[list[Prepared] | Exception] = queue.Queue(_READ_AHEAD)
+        self._num_bytes, self._has_room = 0, threading.Condition()  # of lines that are here
         for reader in readers:
             threading.Thread(target=self._read, args=(reader,), name="nanovllm-jobs-lines", daemon=True).start()
 
@@ -286,6 +315,9 @@ class _Lines:
         if not self._batch or self._batch[0].position > last_position:
             return None
         line = self._batch.popleft()
+        with self._has_room:
+            self._num_bytes -= num_bytes(line)
+            self._has_room.notify_all()
         self._num_taken += 1
         return line if self._is_one else line._replace(position=self._num_taken - 1)
 
@@ -294,7 +326,8 @@ class _Lines:
         try:
             for line in reader:
                 batch.append(line)
-                if len(batch) == _READ_BATCH:
+                # One with large images is a batch of its own.
+                if len(batch) == _READ_BATCH or num_bytes(line) > _READ_BYTES // _READ_AHEAD:
                     self._put(batch)
                     batch = []
             self._put(batch)
@@ -302,6 +335,11 @@ class _Lines:
             self._put(error)
 
     def _put(self, batch: list[Prepared] | Exception) -> None:
+        size = sum(map(num_bytes, batch)) if isinstance(batch, list) else 0
+        with self._has_room:
+            while self._num_bytes and self._num_bytes + size > _READ_BYTES and not self._has_ended.is_set():
+                self._has_room.wait(_POLL_SECONDS)
+            self._num_bytes += size
         while not self._has_ended.is_set():
             try:
                 return self._queue.put(batch, timeout=_POLL_SECONDS)

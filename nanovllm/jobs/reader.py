@@ -23,8 +23,9 @@ import numpy as np
 
 from nanovllm import ImageRules, find_image_reader, find_tokenizer
 from nanovllm.jobs.inputs import Inputs
-from nanovllm.jobs.prepared import ImagePreparer, Prepared, Preparer
+from nanovllm.jobs.prepared import NO_IMAGES, ImagePreparer, Prepared, Preparer
 from nanovllm.jobs.task import Task
+from nanovllm.utils.array_messages import pack, receive, send, unpack
 from nanovllm.utils.python_process import python_command
 
 Item = TypeVar("Item")
@@ -58,7 +59,7 @@ class ReadPlan(NamedTuple):
     max_len: int | None  # tokens of the longest sequence, at most; None is unknown
     names: list[str] | None = None  # of the files, if they are not all of the job
     chat_format: str | None = None  # of answers to chats; None: found
-    images: ImagePlan | None = None  # None: lines with images are refused
+    images: ImagePlan | str = NO_IMAGES  # a text: why lines with images are refused
     image_prompt: str | None = None  # as Inputs'
 
 
@@ -69,7 +70,7 @@ def read(plan: ReadPlan) -> Iterator[list[Prepared]]:
     raw_lines = enumerate(line for _, line in inputs.lines(plan.is_done))
     windows = _chunks(raw_lines, lambda item: item[1].size, _WINDOW, _WINDOW_BYTES)
     lines = chain.from_iterable(grouped(preparer.prepare(window), plan.block_size) for window in windows)
-    if plan.images is None or not isinstance(preparer, ImagePreparer):
+    if isinstance(plan.images, str) or not isinstance(preparer, ImagePreparer):
         yield from _chunks(lines, num_bytes, _BATCH, _BATCH_BYTES)
         return
     with closing(with_images(lines, preparer)) as read_lines:
@@ -102,10 +103,10 @@ def with_images(lines: Iterable[Prepared], preparer: ImagePreparer) -> Generator
 
 
 def make_preparer(plan: ReadPlan) -> Preparer:
-    tokenizer, images = find_tokenizer(plan.tokenizer, plan.revision), None
-    if plan.images is not None:
-        model, rules, dtype = plan.images
-        images = find_image_reader(model, plan.revision, tokenizer, rules, dtype)
+    tokenizer, images = find_tokenizer(plan.tokenizer, plan.revision), plan.images
+    if not isinstance(images, str):
+        found = find_image_reader(images.model, plan.revision, tokenizer, images.rules, images.dtype)
+        return plan.task.preparer(tokenizer, plan.max_len, plan.chat_format, found or NO_IMAGES)
     return plan.task.preparer(tokenizer, plan.max_len, plan.chat_format, images)
 
 
@@ -185,7 +186,7 @@ class ReadAhead:
         try:
             self._connection.send(plan)
             while isinstance(batch, list):
-                batch = receive(self._connection)
+                batch = unpack(receive(self._connection))
                 self._put(batch)
         except (EOFError, OSError):
             self._put(RuntimeError(f"the process that reads the input has died (exit status {self._process.wait()})"))
@@ -213,18 +214,18 @@ def main() -> None:
     with Connection(int(sys.argv[1])) as connection:
         try:
             plan: ReadPlan = connection.recv()
-            if plan.images is None:
+            if isinstance(plan.images, str):
                 # Tokenizers need no torch, and importing it takes longer than all else here. transformers does without.
                 sys.modules["torch"] = None  # type: ignore[assignment]
             else:
                 _use_one_thread()
             for batch in read(plan):
-                send(connection, batch)
-            send(connection, None)
+                send(connection, pack(batch))
+            send(connection, pack(None))
         except (BrokenPipeError, ConnectionError, EOFError):
             pass  # The parent has ended.
         except Exception as error:
-            send(connection, _picklable(error))
+            send(connection, pack(_picklable(error)))
 
 
 def _use_one_thread() -> None:
@@ -232,22 +233,6 @@ def _use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def send(connection: Connection, batch: Any) -> None:
-    """Arrays are not copied into the pickle: they follow it."""
-    arrays: list[pickle.PickleBuffer] = []
-    head = pickle.dumps(batch, protocol=5, buffer_callback=arrays.append)
-    connection.send_bytes(pickle.dumps((head, len(arrays))))
-    for array in arrays:
-        with array.raw() as content:
-            connection.send_bytes(content)
-
-
-def receive(connection: Connection) -> Any:
-    """What `send` has sent. Its arrays may be written."""
-    head, num_arrays = pickle.loads(connection.recv_bytes())
-    return pickle.loads(head, buffers=[bytearray(connection.recv_bytes()) for _ in range(num_arrays)])
 
 
 def _picklable(error: Exception) -> Exception:

@@ -202,9 +202,6 @@ def run_batch(
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
     else:
         inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
-    if cluster is not None:  # Lines wait in memory there, far more of them than would do with images.
-        require("images", images, images is None, "None on Ray, whose engines get no images yet")
-        arguments.image_rules = None
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     job = Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
     try:
@@ -373,6 +370,8 @@ class Job:
         checker = self.arguments.checker(is_elsewhere=self.cluster is not None)
         if checker is not None:
             check_first_lines(self.arguments, self.inputs, checker, all_may_fail)
+        elif self.inputs.image_prompt is not None:  # This machine has no model, and so reads no images.
+            raise ValueError(f"images: cannot be read: {self.arguments.read_plan(self.inputs).images}")
 
     def _check_same(self, before: Row, job: Row, files: list[Row], model_files: Fingerprint | None) -> None:
         """Raises ValueError if the manifest is another job's."""
@@ -506,7 +505,8 @@ class Job:
     def _generate(self, llm: LLM, lines: Iterable[Prepared], writer: Writer, progress: Progress) -> None:
         """Let the engine work on all lines. This loop shares Python's lock with the engine, so it does little."""
         num_under_way = 0
-        packages, room = Packages(llm, self.task), ImageRoom()
+        packages = Packages(llm, self.task)
+        room = ImageRoom(num_engines=llm.config.data_parallel_size)
 
         def checked() -> Iterator[Prepared | None]:
             nonlocal num_under_way

@@ -52,9 +52,9 @@ class Task(ABC):
 
     @abstractmethod
     def preparer(
-        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | None" = None
+        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | str"
     ) -> Preparer:
-        """What reads lines. Arguments as in ReadPlan. images: reads those of lines; None refuses them."""
+        """What reads lines. Arguments as in ReadPlan. images: reads those of lines; or why none are read."""
 
     @abstractmethod
     def check(self, checker: "RequestChecker", lines: Sequence[Any]) -> list[int | Exception]:

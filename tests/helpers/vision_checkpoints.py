@@ -1,5 +1,6 @@
 """Tiny random checkpoints with vision towers, images for them, and transformers' completions of prompts with images."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -7,10 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from checkpoints import VOCAB_SIZE, random_prompt, randomize
+from checkpoints import VOCAB_SIZE, make_tokenizer, random_prompt, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 IMAGE, BEGIN, END, VIDEO = 310, 311, 312, 313  # token ids
+MARK = "<|image_pad|>"
+_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
+    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+)
 
 _TEXT = {
     "vocab_size": VOCAB_SIZE,
@@ -133,6 +140,22 @@ def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
     name, options = row.processor
     getattr(transformers, name)(**options).save_pretrained(directory)
     return directory
+
+
+def make_image_tokenizer(directory: Path) -> None:
+    """One for texts around images, with the tokens and the chat template of Qwen3-VL."""
+    make_tokenizer(directory, chat_template=_TEMPLATE)
+    # The tokens of images have ids beyond those of texts.
+    file = Path(directory, "tokenizer.json")
+    content = json.loads(file.read_text())
+    known = {token["id"] for token in content["added_tokens"]}
+    names = {BEGIN: "<|vision_start|>", END: "<|vision_end|>", IMAGE: MARK}
+    for token_id in range(max(content["model"]["vocab"].values()) + 1, max(names) + 1):
+        name = names.get(token_id, f"<|unused-{token_id}|>")
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+        assert token_id not in known
+        content["added_tokens"].append({"id": token_id, "content": name, "special": True} | flags)
+    file.write_text(json.dumps(content))
 
 
 def draw_image(width: int, height: int, seed: int) -> Any:

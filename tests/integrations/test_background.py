@@ -5,9 +5,10 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from checkpoints import assert_idle, greedy, make_llm
+from checkpoints import assert_idle, greedy, make_llm, needs_family
+from vision_checkpoints import BEGIN, END, IMAGE, draw_image, make_vision_checkpoint
 
-from nanovllm import PoolingParams, SamplingParams
+from nanovllm import NO_PROMPT, ImagePrompt, PoolingParams, SamplingParams
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 background_module = pytest.importorskip("nanovllm.integrations.serving.background")
@@ -33,8 +34,8 @@ class Loop:
         self.done = {}  # index of a line -> its output
         self._thread = threading.Thread()
 
-    def submit(self, pairs):
-        """Begin to answer lines in a thread. Returns when they are known."""
+    def submit(self, pairs, num_known=None):
+        """Begin to answer lines in a thread. Returns when they are known, or the first ones."""
         pairs = list(pairs)
 
         def answer():
@@ -45,7 +46,7 @@ class Loop:
 
         self._thread = threading.Thread(target=answer, daemon=True)
         self._thread.start()
-        wanted = min(len(pairs), 2 * self.llm.config.max_num_seqs)
+        wanted = num_known or min(len(pairs), 2 * self.llm.config.max_num_seqs)
         event = threading.Event()
         for _ in range(SECONDS * 100):
             run = self.background._run
@@ -189,6 +190,37 @@ def test_sequences_are_put_back_for_many_samples(llm):
     assert len(tokens) == 40
     loop.finish()
     assert all(len(loop.done[i]["token_ids"]) == 100 for i in range(14))
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    pytest.importorskip("PIL", reason="needs the extra images")
+    return make_vision_checkpoint(tmp_path_factory.mktemp("seeing"), "qwen3_vl")
+
+
+@needs_family("qwen3_vl")
+def test_lines_with_images_are_put_back_with_them(seeing):
+    """They are taken when the batch has room for them: a NO_PROMPT waits for an answer."""
+    options = {"max_num_seqs": 4, "num_kvcache_blocks": 16, "kvcache_block_size": 16, "max_model_len": 200}
+    with make_llm(seeing, **options) as llm:
+        asked = [
+            {"prompt": [5 + i, BEGIN, IMAGE, END, 7], "images": [draw_image(48, 16 * (i + 1), i)]} for i in range(5)
+        ]
+        whole = expected(llm, [(prompt, greedy(30)) for prompt in asked])
+        read = [llm._sequences.image_prompts.read(prompt) for prompt in asked]
+        prompts = [ImagePrompt(list(tokens), [each.image for each in tokens.images.each]) for tokens in read]
+        pairs = [(prompt, greedy(30)) for prompt in prompts]
+        loop = Loop(llm)
+        loop.submit([*pairs[:3], (NO_PROMPT, None), *pairs[3:]], num_known=3)
+        for _ in range(10):
+            loop.step()
+        assert len(loop.background._under_way) == 3
+        loop.add_live([5] * 100, SamplingParams(n=2, max_tokens=4, ignore_eos=True))
+        loop.step()
+        assert len(loop.background._under_way) < 3
+        loop.finish()
+        assert [loop.done[i]["token_ids"] for i in range(5)] == whole
+        assert [loop.done[i]["num_prompt_tokens"] for i in range(5)] == [len(tokens) for tokens in read]
 
 
 def test_lines_that_ask_for_vectors(llm):

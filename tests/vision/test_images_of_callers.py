@@ -1,7 +1,6 @@
 """Images as callers give them, on a tiny model that sees: chat, generate and jobs all ask the engine the same."""
 
 import base64
-import json
 import re
 import subprocess
 import sys
@@ -10,9 +9,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("PIL", reason="needs the extra images")
-from checkpoints import make_llm, make_tokenizer, needs_family, skip_unless_known
+from checkpoints import make_llm, needs_family, skip_unless_known
 from job_files import ReadHere, by_id, interrupted_after, read_folder, read_lines, write_lines
-from vision_checkpoints import BEGIN, END, IMAGE, draw_image, make_vision_checkpoint
+from vision_checkpoints import MARK, draw_image, make_image_tokenizer, make_vision_checkpoint
 
 from nanovllm import ImageRules, SamplingParams, read_image
 from nanovllm.jobs import check_batch, run_batch, work
@@ -20,12 +19,6 @@ from nanovllm.jobs import check_batch, run_batch, work
 pytestmark = needs_family("qwen3_vl")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "use_tqdm": False}
-MARK = "<|image_pad|>"
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content }}{% else %}"
-    "{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
-    "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
-)
 SIZES = {"a.png": (48, 48), "b.png": (32, 64), "inner/c.png": (64, 32)}
 
 
@@ -33,18 +26,7 @@ SIZES = {"a.png": (48, 48), "b.png": (32, 64), "inner/c.png": (64, 32)}
 def path(tmp_path_factory):
     skip_unless_known("qwen3_vl")
     path = make_vision_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_vl")
-    make_tokenizer(path, chat_template=TEMPLATE)
-    # The tokens of images have ids beyond those of texts.
-    file = Path(path, "tokenizer.json")
-    content = json.loads(file.read_text())
-    known = {token["id"] for token in content["added_tokens"]}
-    names = {BEGIN: "<|vision_start|>", END: "<|vision_end|>", IMAGE: MARK}
-    for token_id in range(max(content["model"]["vocab"].values()) + 1, max(names) + 1):
-        name = names.get(token_id, f"<|unused-{token_id}|>")
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-        assert token_id not in known
-        content["added_tokens"].append({"id": token_id, "content": name, "special": True} | flags)
-    file.write_text(json.dumps(content))
+    make_image_tokenizer(path)
     return path
 
 
@@ -205,14 +187,19 @@ def test_the_reading_process_reads_images(path, scans, expected, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def client(llm, tmp_path_factory):
+def server(llm, tmp_path_factory):
     for name in ("starlette", "uvicorn", "openai"):
         pytest.importorskip(name, reason="needs the extra serve and openai")
     from served import Served
 
     served = Served(llm, tmp_path_factory.mktemp("batches"))
-    yield served.client
+    yield served
     served.end()
+
+
+@pytest.fixture
+def client(server):
+    return server.client
 
 
 def test_the_server_reads_images_that_requests_hold(client, scans, expected):
@@ -242,6 +229,35 @@ def test_the_server_reads_no_others_by_default(client, url, said):
     messages = ask({"type": "image_url", "image_url": {"url": url}})
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(model="tiny", messages=messages)
+
+
+def test_batches_read_images_by_the_rules_of_the_server(server, scans, expected, monkeypatch):
+    from served import request
+
+    def line(i, url):
+        messages = ask({"type": "image_url", "image_url": {"url": url}})
+        return request(i, "/v1/chat/completions", messages=messages, max_tokens=6)
+
+    data = f"data:image/png;base64,{base64.b64encode((scans / 'a.png').read_bytes()).decode()}"
+    lines = [line(0, data), line(1, "b.png"), line(2, "http://127.0.0.1/a.png"), line(3, data)]
+    found = answers_of_batch(server, lines)
+    assert [found[f"line-{i}"] for i in (0, 3)] == [expected["a.png"]] * 2
+    assert "files are not read here" in found["line-1"]
+    assert "allow_remote" in found["line-2"]
+    monkeypatch.setattr(server.runner, "_image_rules", ImageRules(image_root=str(scans)))
+    lines = [line(0, "b.png"), line(1, "../secret.png"), line(2, "inner/c.png")]
+    found = answers_of_batch(server, lines)
+    assert [found[f"line-{i}"] for i in (0, 2)] == [expected["b.png"], expected["inner/c.png"]]
+    assert "lies outside the folder" in found["line-1"]
+
+
+def answers_of_batch(server, lines) -> dict[str, str]:
+    """By the ids of the lines, the text or the error."""
+    batch = server.ended(server.start(lines, "/v1/chat/completions"))
+    assert (batch.status, batch.request_counts.total) == ("completed", len(lines))
+    good, wrong = server.lines(batch.output_file_id), server.lines(batch.error_file_id)
+    found = {row["custom_id"]: row["response"]["body"]["choices"][0]["message"]["content"] for row in good}
+    return found | {row["custom_id"]: row["response"]["body"]["error"]["message"] for row in wrong}
 
 
 # -- docs/images.md ----------------------------------------------------------------------------------------------------

@@ -15,9 +15,13 @@ from nanovllm.engine.replicas.placement import Placement
 from nanovllm.engine.sequence import Sequence, SequenceStatus
 from nanovllm.engine.step import Step
 from nanovllm.engine.text.outputs import EngineStats
+from nanovllm.utils.host_memory import host_memory
 
 # A step waits this long for news, so that others get their turn: exit(), and requests by hand.
 _WAIT_SECONDS = 0.02
+
+# Of the memory that is free at the start, replicas may fill so much with images together. The caller has them too.
+_IMAGE_SHARE = 0.25
 
 # Of EngineStats, what replicas have together.
 _SUMMED = (
@@ -76,6 +80,7 @@ class Dispatcher:
         )
         self.reads_steps = False
         self._config, self._mail, self._num = config, mail, config.data_parallel_size
+        self._most_image_bytes = int(_IMAGE_SHARE * host_memory().available / self._num)
         self._stats: list[EngineStats | None] = [None] * self._num
         self._begin()
 
@@ -86,7 +91,7 @@ class Dispatcher:
         self._stepwise: set[int] = set()  # ids of sequences that are read token by token
         self._aborted: list[Sequence] = []
         sizes = config.max_num_seqs, self.max_seq_len, config.kvcache_block_size, config.num_kvcache_blocks
-        self._placement = Placement(self._num, *sizes, config.enable_prefix_caching)
+        self._placement = Placement(self._num, *sizes, config.enable_prefix_caching, self._most_image_bytes)
 
     @property
     def waiting(self) -> ValuesView[Sequence]:

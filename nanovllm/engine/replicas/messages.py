@@ -1,9 +1,8 @@
 """What the caller's process and a replica tell each other: numbers in arrays, and texts. No Sequence is sent.
 
-A message is one byte that says its kind, and what `pickle` makes of a tuple of arrays and lists.
+A message is one byte that says its kind, and a tuple of arrays and lists. Pixels are beside its pickle.
 """
 
-import pickle
 from array import array
 from collections.abc import Iterable
 from itertools import accumulate, pairwise
@@ -12,11 +11,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from nanovllm.engine.features.images.image_sequence import ImageSequence
+from nanovllm.engine.images import ImagePrompt
 from nanovllm.engine.sequence import Sequence
+from nanovllm.engine.text.image_reader import PackedImage
 from nanovllm.engine.text.outputs import EngineStats
 from nanovllm.engine.text.sequence_maker import SequenceMaker
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
+from nanovllm.utils import array_messages
+from nanovllm.utils.array_messages import Packed
 
 # From the caller.
 WORK, ABORT, DROP_ALL, GIVE_BACK, CALL, EXIT = b"w", b"a", b"d", b"g", b"c", b"x"
@@ -26,12 +30,12 @@ READY, FAILED, ALIVE, NEWS, GIVEN_BACK, ANSWER = b"r", b"f", b"l", b"n", b"b", b
 _NEVER = float("nan")  # a time that has not come
 
 
-def pack(kind: bytes, content: object = None) -> bytes:
-    return kind + pickle.dumps(content, pickle.HIGHEST_PROTOCOL)
+def pack(kind: bytes, content: object = None) -> Packed:
+    return array_messages.pack((kind, content))
 
 
-def unpack(message: bytes) -> tuple[bytes, Any]:
-    return message[:1], pickle.loads(memoryview(message)[1:])
+def unpack(message: Packed) -> tuple[bytes, Any]:
+    return array_messages.unpack(message)
 
 
 class Work(NamedTuple):
@@ -46,6 +50,7 @@ class Work(NamedTuple):
         asked: of each request its parameters, and the tokens that stop strings stand for.
         reads_steps: whether tokens are wanted as they come; else all at the end.
         streams: whether texts are wanted as they come, too.
+        images: of those requests that have some, by their numbers. Equal images are one object, which is sent once.
     """
 
     ids: np.ndarray
@@ -58,6 +63,7 @@ class Work(NamedTuple):
     asked: list[tuple[SamplingParams | PoolingParams, dict[int, str]]]
     reads_steps: bool
     streams: bool
+    images: dict[int, list[PackedImage]]
 
     @classmethod
     def of(cls, seqs: list[Sequence], moved: Iterable[int] = (), reads_steps: bool = False, streams: bool = False):  # type: ignore[no-untyped-def]
@@ -79,12 +85,15 @@ class Work(NamedTuple):
             [(seq.request.asked, seq.request.stop_tokens) for _, seq in firsts.values()],
             reads_steps,
             streams,
+            _images([seq for _, seq in firsts.values()]),
         )
 
     def make(self, maker: SequenceMaker) -> list[Sequence]:
         """The sequences, in the order of `ids`."""
         ends = [*accumulate(self.lengths.tolist(), initial=0)]
         prompts: list[Any] = [array("i", self.prompts[a:b].tobytes()) for a, b in pairwise(ends)]
+        for i, images in self.images.items():
+            prompts[i] = ImagePrompt(prompts[i], [image.unpack() for image in images])
         made: Any = maker.make_all(prompts, [params for params, _ in self.asked], streams=self.streams)
         for seqs, (_, stop_tokens) in zip(made, self.asked, strict=True):
             seqs[0].request.stop_tokens = stop_tokens
@@ -92,6 +101,17 @@ class Work(NamedTuple):
         for seq, seed in zip(found, self.seeds.tolist(), strict=True):
             seq.seed = seed
         return found
+
+
+def _images(seqs: list[Sequence]) -> dict[int, list[PackedImage]]:
+    """The images of these sequences, as of Work."""
+    known: dict[bytes, PackedImage] = {}  # by content
+    found: dict[int, list[PackedImage]] = {}
+    for i, seq in enumerate(seqs):
+        if isinstance(seq, ImageSequence):
+            images = [placed.image for placed in seq.images.each]
+            found[i] = [known.setdefault(image.content_hash, PackedImage.of(image)) for image in images]
+    return found
 
 
 class End(NamedTuple):

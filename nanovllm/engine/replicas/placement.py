@@ -1,10 +1,12 @@
 """Placement: which replica completes which sequence."""
 
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Iterable
 from itertools import chain
 
 from nanovllm.engine.block_manager import BlockManager
+from nanovllm.engine.features.images.image_sequence import ImageSequence
 from nanovllm.engine.sequence import Sequence
 
 # A replica has at most this many times max_num_seqs sequences: a batch that runs, and one that waits.
@@ -21,6 +23,7 @@ class Lane:
         queue: sequences that it is to get, as soon as it has few.
         given: {id: sequence} of those that it has.
         load: tokens that it has to compute for both, at most.
+        num_image_bytes: of the images of `given`, which it keeps until their sequences end.
         known: hashes of blocks that it has probably in its prefix cache, those used last at the end.
         num_given: sequences that it has been sent; num_received: how many of them it knew of when it was last heard.
         num_waiting, num_movable: of these, how many had not begun, and how many of those it would give back.
@@ -30,7 +33,7 @@ class Lane:
     def __init__(self) -> None:
         self.queue: deque[Sequence] = deque()
         self.given: dict[int, Sequence] = {}
-        self.load = 0
+        self.load = self.num_image_bytes = 0
         self.known: OrderedDict[int, None] = OrderedDict()
         self.num_given = self.num_received = self.num_waiting = self.num_movable = 0
         self.is_asked = False
@@ -50,16 +53,31 @@ class Placement:
     """
 
     def __init__(
-        self, num_replicas: int, max_num_seqs: int, max_seq_len: int, block_size: int, num_blocks: int, shares: bool
+        self,
+        num_replicas: int,
+        max_num_seqs: int,
+        max_seq_len: int,
+        block_size: int,
+        num_blocks: int,
+        shares: bool,
+        most_image_bytes: int = sys.maxsize,
     ):
-        """max_num_seqs, num_blocks: of a replica. shares: whether it has a prefix cache."""
+        """
+        Args:
+            max_num_seqs, num_blocks: of a replica.
+            shares: whether it has a prefix cache.
+            most_image_bytes: of a replica, which gets no further images beyond them. One that has none gets some,
+                whatever their size.
+        """
         self.lanes = [Lane() for _ in range(num_replicas)]
         self.moved: set[int] = set()
         self._max_num_seqs, self._max_seq_len = max_num_seqs, max_seq_len
         self._block_size, self._num_blocks, self._shares = block_size, num_blocks, shares
+        self._most_image_bytes = most_image_bytes
         self._places: dict[int, tuple[int, int]] = {}  # id -> its lane, and its cost there
 
     def add(self, seq: Sequence) -> None:
+        seq.block_size = self._block_size
         hashes = self._hashes(seq)
         costs = [self._cost(seq, lane, hashes) for lane in self.lanes]
         # What is not known here, and known elsewhere, is the difference to the least cost.
@@ -69,10 +87,15 @@ class Placement:
 
     def take(self, i: int) -> list[Sequence]:
         """What replica i is to be sent now."""
-        lane = self.lanes[i]
-        num = min(len(lane.queue), BATCHES_GIVEN * self._max_num_seqs - len(lane.given))
-        seqs = [lane.queue.popleft() for _ in range(num)]
-        lane.given |= {seq.seq_id: seq for seq in seqs}
+        lane, seqs = self.lanes[i], list[Sequence]()
+        while lane.queue and len(lane.given) < BATCHES_GIVEN * self._max_num_seqs:
+            size = _image_bytes(lane.queue[0])
+            if size and lane.num_image_bytes and lane.num_image_bytes + size > self._most_image_bytes:
+                break
+            seq = lane.queue.popleft()
+            lane.given[seq.seq_id] = seq
+            lane.num_image_bytes += size
+            seqs.append(seq)
         lane.num_given += len(seqs)
         return seqs
 
@@ -85,6 +108,8 @@ class Placement:
         lane.load -= place[1]
         if lane.given.pop(seq.seq_id, None) is None:
             lane.queue.remove(seq)
+        else:
+            lane.num_image_bytes -= _image_bytes(seq)
         self.moved.discard(seq.seq_id)
 
     def lane_of(self, seq: Sequence) -> int:
@@ -127,6 +152,7 @@ class Placement:
             if seq is None:  # dropped meanwhile
                 continue
             lane.load -= self._places.pop(seq_id)[1]
+            lane.num_image_bytes -= _image_bytes(seq)
             self.moved.add(seq_id)
             self._put(seq, min(hungry, key=lambda k: self.lanes[k].load), self._hashes(seq))
 
@@ -176,14 +202,19 @@ class Placement:
         return num_tokens - num_known * self._block_size
 
     def _hashes(self, seq: Sequence) -> list[int]:
-        """Of the prompt's blocks that the prefix cache may share: its last token is always computed."""
+        """Of the prompt's blocks that the prefix cache may share, as it knows them: with what images are in them. The
+        last token is always computed."""
         if not self._shares:
             return []
         for i in range(len(seq.block_hashes), (seq.num_prompt_tokens - 1) // self._block_size):
             last = seq.block_hashes[-1] if seq.block_hashes else -1
-            tokens = seq.token_ids[i * self._block_size : (i + 1) * self._block_size]
-            seq.block_hashes.append(BlockManager.compute_hash(tokens, last))
+            seq.block_hashes.append(BlockManager.compute_hash(seq.block(i), last))
         return seq.block_hashes
 
     def all_given(self) -> Iterable[Sequence]:
         return chain.from_iterable(lane.given.values() for lane in self.lanes)
+
+
+def _image_bytes(seq: Sequence) -> int:
+    """Of its prompt's images, which samples that travel together share: at most."""
+    return seq.images.num_bytes if isinstance(seq, ImageSequence) else 0

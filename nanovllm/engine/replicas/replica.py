@@ -23,6 +23,7 @@ from nanovllm.engine.replicas.gpu_cores import use_cores_of_gpu
 from nanovllm.engine.replicas.messages import News, PackedTensor, Work, pack, unpack
 from nanovllm.engine.sequence import Sequence
 from nanovllm.models.loader import TensorFacts
+from nanovllm.utils.array_messages import Packed, receive, send
 
 ALIVE_SECONDS = 1.0
 _PARENT_CHECK_SECONDS = 1.0
@@ -92,7 +93,7 @@ class Replica:
         self,
         engine: Any,
         send: Callable[[bytes, object], None],
-        inbox: "queue.SimpleQueue[bytes]",
+        inbox: "queue.SimpleQueue[Packed]",
     ):
         """inbox: messages of the caller."""
         self.engine = engine
@@ -257,7 +258,7 @@ class _Link:
     """The connection to the caller. Messages are read by a thread, so that the caller never waits for a step."""
 
     def __init__(self, connection: Connection):
-        self.inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self.inbox: queue.SimpleQueue[Packed] = queue.SimpleQueue()
         self._connection = connection
         self._lock = threading.Lock()
         self._has_ended = False
@@ -266,7 +267,7 @@ class _Link:
     def _read(self) -> None:
         try:
             while True:
-                self.inbox.put(self._connection.recv_bytes())
+                self.inbox.put(receive(self._connection))
         except (EOFError, OSError):
             if not self._has_ended:
                 os._exit(1)  # The caller has gone.
@@ -274,7 +275,7 @@ class _Link:
     def send(self, kind: bytes, content: object = None) -> None:
         message = pack(kind, content)
         with self._lock:
-            self._connection.send_bytes(message)
+            send(self._connection, message)
 
     def keep_telling(self) -> None:
         """Show the caller that this process runs, however long a step takes."""

@@ -26,6 +26,7 @@ from nanovllm.engine.replicas.replica import ALIVE_SECONDS, ReplicaSeat, replica
 from nanovllm.engine.start.model_check import untie_other_head
 from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.model_size import meta_model
+from nanovllm.utils.array_messages import Packed, receive, send
 from nanovllm.utils.interrupts import held_interrupt
 from nanovllm.utils.python_process import processes_with_safe_path
 from nanovllm.utils.threads import threads_per_rank
@@ -67,7 +68,7 @@ class Replicas:
         self._ready: dict[int, Any] = {}
         self._messages: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._unread: list[Message] = []
-        self._outboxes: list[queue.SimpleQueue[bytes | None]] = []
+        self._outboxes: list[queue.SimpleQueue[Packed | None]] = []
         self._senders: list[threading.Thread] = []
         self._call_number = self._sleep_level = 0
         self._has_ended = False
@@ -262,7 +263,7 @@ class Replicas:
     def _read(self, i: int) -> str | None:
         """Read a message of a replica. What to say if it has failed or ended."""
         try:
-            kind, content = unpack(self.connections[i].recv_bytes())
+            kind, content = unpack(receive(self.connections[i]))
         except (EOFError, OSError):
             return self._describe_end(i)
         if kind == messages.FAILED:
@@ -306,10 +307,10 @@ class Replicas:
         return f"replica {i} of {self._size} ({gpus}process {self.processes[i].pid})"
 
 
-def _send_all(outbox: "queue.SimpleQueue[bytes | None]", connection: Connection) -> None:
+def _send_all(outbox: "queue.SimpleQueue[Packed | None]", connection: Connection) -> None:
     with suppress(OSError):  # The replica has gone, which the watcher sees.
         while (message := outbox.get()) is not None:
-            connection.send_bytes(message)
+            send(connection, message)
 
 
 def _pieces(tensors: Mapping[str, torch.Tensor]) -> Any:

@@ -47,8 +47,6 @@ class ImagePrompts:
         if found is None:
             name = (getattr(config.hf_config, "architectures", None) or ["the model"])[0]
             raise ValueError(f"images: this model reads no images: {name} is loaded without a vision tower")
-        if config.data_parallel_size > 1:
-            raise ValueError(f"images: need data_parallel_size=1, not {config.data_parallel_size}")
         return found
 
     @cached_property

@@ -16,19 +16,21 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from nanovllm import LLM, PoolingParams, SamplingParams, StreamDelta
+from nanovllm import LLM, NO_PROMPT, ImagePrompt, PoolingParams, SamplingParams, StreamDelta
 
 _FREE_SHARE = 8  # One part in so many stays free for live requests.
 _POLL_SECONDS = 0.1
 
 Output = dict[str, Any]
 Params = SamplingParams | PoolingParams
+TokenPrompt = list[int] | ImagePrompt  # what an engine need not tokenize
 
 
 class _Line(ABC):
-    """A prompt, and what has come of it.
+    """A prompt, and what has come of it. It is kept until the line is done, with its images: the line may be put back.
 
     Attributes:
+        num_prompt_tokens: with those of images.
         num_samples: sequences that answer it.
         num_left: those that have not ended.
     """
@@ -36,8 +38,9 @@ class _Line(ABC):
     num_samples = 1
     num_left: int
 
-    def __init__(self, run: "_Run", index: int, token_ids: list[int], params: Params):
-        self.run, self.index, self.token_ids, self.params = run, index, token_ids, params
+    def __init__(self, run: "_Run", index: int, prompt: TokenPrompt, params: Params):
+        self.run, self.index, self.prompt, self.params = run, index, prompt, params
+        self.num_prompt_tokens = len(prompt.token_ids if isinstance(prompt, ImagePrompt) else prompt)
 
     @abstractmethod
     def begin(self) -> None:
@@ -60,8 +63,8 @@ class _GeneratedLine(_Line):
 
     params: SamplingParams
 
-    def __init__(self, run: "_Run", index: int, token_ids: list[int], params: SamplingParams):
-        super().__init__(run, index, token_ids, params)
+    def __init__(self, run: "_Run", index: int, prompt: TokenPrompt, params: SamplingParams):
+        super().__init__(run, index, prompt, params)
         self.num_samples = params.n
         self._clear()
 
@@ -94,11 +97,11 @@ class _GeneratedLine(_Line):
         for sample in self.samples:
             if "error" in sample:
                 return _error(sample["error"])
-        output = self.samples[0] | {"num_prompt_tokens": len(self.token_ids), "prompt_logprobs": None}
+        output = self.samples[0] | {"num_prompt_tokens": self.num_prompt_tokens, "prompt_logprobs": None}
         return output | ({"samples": self.samples} if self.num_samples > 1 else {})
 
     def num_blocks(self, block_size: int) -> int:
-        num_tokens = len(self.token_ids)
+        num_tokens = self.num_prompt_tokens
         return sum(-(-(num_tokens + len(sample["token_ids"]) + 1) // block_size) for sample in self.samples)
 
 
@@ -119,13 +122,13 @@ class _PooledLine(_Line):
         return self._output
 
     def num_blocks(self, block_size: int) -> int:
-        return -(-len(self.token_ids) // block_size)
+        return -(-self.num_prompt_tokens // block_size)
 
 
-def _line(run: "_Run", index: int, token_ids: list[int], params: Params) -> _Line:
+def _line(run: "_Run", index: int, prompt: TokenPrompt, params: Params) -> _Line:
     if isinstance(params, SamplingParams):
-        return _GeneratedLine(run, index, token_ids, params)
-    return _PooledLine(run, index, token_ids, params)
+        return _GeneratedLine(run, index, prompt, params)
+    return _PooledLine(run, index, prompt, params)
 
 
 def _error(text: str) -> Output:
@@ -160,11 +163,10 @@ class Background:
 
     # -- for the batch -------------------------------------------------------------------------------------------------
 
-    def answer(
-        self, pairs: Iterable[tuple[list[int], Params]], check: Callable[[], None]
-    ) -> Iterator[tuple[int, Output]]:
-        """(index, output) of prompts in token ids, as they finish. Outputs are RequestOutputs, of PoolingParams what
-        LLM.embed, classify or rerank_iter gives; or ErrorOutputs. Prompts are taken a few at a time.
+    def answer(self, pairs: Iterable[tuple[Any, Any]], check: Callable[[], None]) -> Iterator[tuple[int, Output]]:
+        """(index, output) of prompts, as they finish: of each TokenPrompt and its Params. Outputs are RequestOutputs,
+        of PoolingParams what LLM.embed, classify or rerank_iter gives; or ErrorOutputs. Prompts are taken a few at a
+        time. After a NO_PROMPT, which has no index, the next one is taken when there is an output.
 
         check: called several times a second; an exception that it raises ends this iterator, and drops the lines.
 
@@ -179,13 +181,15 @@ class Background:
                     if (pair := next(remaining, None)) is None:
                         has_more = False
                         break
+                    if pair[0] is NO_PROMPT:
+                        break
                     run.waiting.append(_line(run, index, *pair))
                     self._wake()
                     index, num_under_way = index + 1, num_under_way + 1
                     while not run.done.empty():
                         num_under_way -= 1
                         yield run.done.get()
-                if not num_under_way:
+                if not num_under_way and not has_more:
                     return
                 check()
                 if self._end is not None:
@@ -266,16 +270,17 @@ class Background:
             num_seqs -= line.num_samples
             num_blocks -= line.num_blocks(config.kvcache_block_size)
             # A prompt that is longer than a step begins alone.
-            is_too_long = num_tokens < len(line.token_ids) and num_tokens < most_tokens
+            is_too_long = num_tokens < line.num_prompt_tokens and num_tokens < most_tokens
             if (num_seqs < 0 or num_blocks < 0 or is_too_long) and not self._llm.is_finished():
                 return
-            num_tokens -= len(line.token_ids)
+            num_tokens -= line.num_prompt_tokens
             self._add(run.waiting.popleft())
 
     def _add(self, line: _Line) -> None:
+        prompt: Any = line.prompt
         try:
             line.begin()
-            self._under_way[self._llm.add_request(line.token_ids, line.params)] = line
+            self._under_way[self._llm.add_request(prompt, line.params)] = line
         except (TypeError, ValueError, ImportError) as error:
             line.run.done.put((line.index, _error(str(error))))
 

@@ -297,7 +297,7 @@ def serve(
         if store is not None:
             of_lines: Any = {"split_reasoning": split_reasoning, "split_tool_calls": split_tool_calls}
             of_lines["chat_template"] = chat_template
-            runner = BatchRunner(store, llm, engine.background, responder.model, **of_lines)
+            runner = BatchRunner(store, llm, engine.background, responder.model, image_rules, **of_lines)
         splits = {"splits_reasoning": split_reasoning, "splits_tool_calls": split_tool_calls}
         server = Server(engine, responder, api_key, [host, *allowed_hosts], runner, **splits)
         shown = f"[{host}]" if family == socket.AF_INET6 else host

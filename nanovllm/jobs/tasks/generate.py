@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm import AnswerFormat, PromptEncoder, find_format
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import ANSWER_KEYS, Line, LineFormat, LineId, Row, num_completion_tokens
-from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.prepared import NO_IMAGES, Prepared
 from nanovllm.jobs.receipts import row_with_receipt
 from nanovllm.jobs.task import Output, Task
 from nanovllm.openai_format.openai_batch import Responder
@@ -39,7 +39,7 @@ class Generate(Task):
         return self.line_format.sampling | self.line_format.given()
 
     def preparer(
-        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | None" = None
+        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | str"
     ) -> "GeneratePreparer":
         return GeneratePreparer(tokenizer, self.line_format, max_len, chat_format, images)
 
@@ -114,17 +114,17 @@ class GeneratePreparer:
         line_format: LineFormat,
         max_len: int | None,
         chat_format: str | None = None,
-        images: "ImageReader | None" = None,
+        images: "ImageReader | str" = NO_IMAGES,
     ):
         """
         Args:
             max_len: tokens of the longest sequence, at most. None is unknown.
             chat_format: of answers to chats.
-            images: reads those of lines; None refuses them.
+            images: reads those of lines; or why none are read.
         """
         self._tokenizer, self._format, self._chat_format = tokenizer, line_format, chat_format
         self._encoder, self._images = PromptEncoder(tokenizer, max_len), images
-        if images is not None:
+        if not isinstance(images, str):
             self._encoder.accept_images(images.write_images)
         self._tools: dict[str, list[Any]] = {}  # those of late, by their JSON
 
@@ -173,8 +173,8 @@ class GeneratePreparer:
             return ValueError(raw.error)
         try:
             line = self._format.read(raw.row, raw.id)
-            if line.images and self._images is None:
-                raise ValueError("has images, and this model reads no images")
+            if line.num_images and isinstance(self._images, str):
+                raise ValueError(f"has images, and {self._images}")
             if line.images and isinstance(line.prompt, str):
                 line = line._replace(prompt=self._images.write_images(line.prompt))  # type: ignore[union-attr]
             return line

@@ -63,7 +63,7 @@ class PooledTask(Task):
     # -- lines -----------------------------------------------------------------------------------------------------
 
     def preparer(
-        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | None" = None
+        self, tokenizer: Any, max_len: int | None, chat_format: str | None, images: "ImageReader | str"
     ) -> "PooledPreparer":
         return PooledPreparer(self, PromptEncoder(tokenizer, max_len))
 

@@ -57,6 +57,11 @@ class PlacedImages:
             self.positions = spec.positions(starts, processed, len(token_ids))
             self.delta = int(self.positions.max()) + 1 - len(token_ids)
 
+    @property
+    def num_bytes(self) -> int:
+        """Of what the tower reads, on the host."""
+        return sum(each.image.pixel_values.nbytes for each in self.each)
+
     def of_tokens(self, start: int, end: int) -> np.ndarray:
         """The three parts of the positions of tokens start..end-1, int64 [3, end - start], completion included."""
         known = self.positions[:, start:end]  # type: ignore[index]

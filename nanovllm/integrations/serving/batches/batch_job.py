@@ -13,7 +13,7 @@ from uuid import uuid4
 
 import numpy as np
 
-from nanovllm import LLM, EngineStats, PoolingParams, RequestChecker
+from nanovllm import LLM, EngineStats, ImageRules, PoolingParams, RequestChecker
 from nanovllm.integrations.serving.background import Background
 from nanovllm.integrations.serving.calls import error_body
 from nanovllm.jobs.arguments import Arguments, answer_format
@@ -80,12 +80,13 @@ class BatchArguments(Arguments):
         served_name: str,
         check: Callable[[], None],
         checker: RequestChecker,
+        image_rules: ImageRules,
         task: str = "generate",
         **of_lines: Any,
     ):
         """checker: of this model's requests. task, of_lines: of `make_task`."""
         super().__init__(llm, {}, task, **of_lines)
-        self.image_rules = None  # The background puts lines back, and would keep their images.
+        self.image_rules = image_rules
         self.task = self.task.of_model(checker)
         self._llm, self._background, self._served_name, self._check = llm, background, served_name, check
 

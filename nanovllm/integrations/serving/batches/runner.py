@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
-from nanovllm import LLM, RequestChecker
+from nanovllm import LLM, ImageRules, RequestChecker
 from nanovllm.integrations.serving.background import Background
 from nanovllm.integrations.serving.batches.batch_job import BatchArguments, BatchJob, Pace, make_job, write_files
 from nanovllm.integrations.serving.batches.endpoints import ENDPOINTS
@@ -53,14 +53,24 @@ class BatchRunner:
     All that it knows is in the store, so that another runner goes on where this one was killed.
     """
 
-    def __init__(self, store: BatchStore, llm: LLM, background: Background, served_name: str, **of_lines: Any):
+    def __init__(
+        self,
+        store: BatchStore,
+        llm: LLM,
+        background: Background,
+        served_name: str,
+        image_rules: ImageRules | None = None,
+        **of_lines: Any,
+    ):
         """
         Args:
             served_name: the name that clients use for the model.
+            image_rules: which images of lines are read; None: those that lines hold themselves, as data: URLs.
             of_lines: chat_template, split_reasoning and split_tool_calls, as LineFormat's.
         """
         self.store, self.model = store, served_name
         self._llm, self._background, self._of_lines = llm, background, of_lines
+        self._image_rules = ImageRules() if image_rules is None else image_rules
         self._current: tuple[str, BatchJob] | None = None
         self._is_stopping = threading.Event()
         self._news = threading.Event()
@@ -259,9 +269,8 @@ class BatchRunner:
     def _make_job(self, batch: Batch, check: Callable[[], None]) -> BatchJob:
         endpoint = ENDPOINTS[batch.endpoint]
         options = {name: self._of_lines[name] for name in endpoint.options if name in self._of_lines}
-        arguments = BatchArguments(
-            self._llm, self._background, self.model, check, self._checker, endpoint.task, **options
-        )
+        of_model = self.model, check, self._checker, self._image_rules
+        arguments = BatchArguments(self._llm, self._background, *of_model, endpoint.task, **options)
         folder, input = self.store.job_folder(batch.id), self.store.content(batch.input_file_id)
         return make_job(folder, input, arguments, Pace(self._llm, check))
 

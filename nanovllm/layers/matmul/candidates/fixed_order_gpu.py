@@ -96,7 +96,7 @@ class FixedOrderExpertTiles(Candidate):
         }
         self._constants_of_four_bit = tuple(_fitted(_OF_EXPERTS_IN_FOUR_BITS.fitted(n, device)) for n in (2, 1))
 
-    def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor:
+    def launch(self, problem: ExpertsProblem, constants: tuple = ()) -> Tensor | Gated:
         weight = problem.weight
         if weight.format.name not in FORMATS:
             return self._tiles.launch(problem, self._constants[weight.values.itemsize])
