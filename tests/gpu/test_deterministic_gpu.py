@@ -6,17 +6,10 @@ from checkpoints import generate, make_checkpoint, make_llm, random_prompt
 from same_bits import answers, answers_alone, make_requests
 
 from nanovllm import SamplingParams
-from nanovllm.engine import deterministic
 from nanovllm.kernels.attention.fixed_order import FixedOrderWorkspace, fixed_order_decode, fixed_order_prefill
 from nanovllm.kernels.matmul.fixed_order import fixed_order_linear
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def allow_gpus(monkeypatch):
-    """A GPU is refused until these tests have passed on one. Then this fixture goes."""
-    monkeypatch.setattr(deterministic, "DEVICES", ["cpu", "cuda"])
 
 
 LENGTHS = (1, 17, 300, 600, 1100, 90, 513, 512)
