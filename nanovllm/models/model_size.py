@@ -116,7 +116,7 @@ def model_bytes(config: ModelOptions, model: "LoadedModel") -> ModelBytes:
 def store_limits(config: ModelOptions) -> StoreLimits:
     max_model_len, vision = config.max_model_len or 1, find_vision(config.hf_config)
     whole_tokens = vision.limits(max_model_len)[0] if vision is not None and vision.is_bidirectional else 0
-    return StoreLimits(max_model_len, config.max_num_seqs, config.max_num_batched_tokens, config.device, whole_tokens)
+    return StoreLimits(max_model_len, config.max_num_seqs, config.max_num_batched_tokens, whole_tokens)
 
 
 def packed_head_bytes(config: ModelOptions, model: "LoadedModel") -> int:

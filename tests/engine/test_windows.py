@@ -241,7 +241,7 @@ def test_a_sequence_fits_that_did_not(case, monkeypatch, caplog):
 
 def test_the_split():
     """Of layers whose blocks take 1 byte, and of layers with a window of 1,024 whose blocks take 10."""
-    limits = StoreLimits(max_model_len=8192, max_num_seqs=512, max_num_batched_tokens=16384, device="cpu")
+    limits = StoreLimits(max_model_len=8192, max_num_seqs=512, max_num_batched_tokens=16384)
     split = WindowSplit.of(1024, 256, 1, 10, limits)
     assert split.per_sequence == 5
     assert split.num_blocks(16 * 40) == 5 * 40, "as sequences of 4,096 tokens need them"

@@ -4,7 +4,7 @@ import pytest
 from checkpoints import Reference, complete, generate, greedy, make_checkpoint, make_llm, needs_family
 
 from nanovllm.engine.features.windows.window_blocks import WindowBlocks
-from nanovllm.layers.stores import windowed_kv_cache
+from nanovllm.layers.stores.window_split import WindowSplit
 
 pytestmark = pytest.mark.gpu
 
@@ -33,12 +33,6 @@ ENGINES: dict[str, dict] = {
 COMMON = {"device": "cuda", "max_model_len": 2048, "num_kvcache_blocks": 1000}
 
 
-@pytest.fixture(autouse=True)
-def allow_gpus(monkeypatch):
-    """Windows keep all tokens on a GPU until these tests have passed on one. Then this fixture goes."""
-    monkeypatch.setattr(windowed_kv_cache, "DEVICES", ["cpu", "cuda"])
-
-
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=needs_family(name)) for name in FAMILIES])
 def case(request, tmp_path_factory):
     """A checkpoint, prompts, and transformers' completions of them."""
@@ -64,16 +58,16 @@ def test_log_probabilities_are_those_of_an_engine_that_keeps_all(case, engine, m
     path, prompts, _ = case
     options = {"dtype": "bfloat16", "kvcache_block_size": 256, **COMMON, "num_kvcache_blocks": 60}
     with monkeypatch.context() as patch:
-        patch.setattr(windowed_kv_cache, "DEVICES", [])
+        patch.setattr(WindowSplit, "gives_back", False)
         with make_llm(path, **options) as llm:
             outputs = generate(llm, prompts, greedy(NUM_TOKENS))
     completions = [output["token_ids"] for output in outputs]
     more = {name: value for name, value in ENGINES[engine].items() if name != "num_kvcache_blocks"}
     found = []
-    for devices in ([], ["cuda"]):
-        monkeypatch.setattr(windowed_kv_cache, "DEVICES", devices)
+    for gives_back in (False, True):
+        monkeypatch.setattr(WindowSplit, "gives_back", gives_back)
         with make_llm(path, **options | more) as llm:
-            assert isinstance(llm.scheduler.block_manager.cells, WindowBlocks) == bool(devices)
+            assert isinstance(llm.scheduler.block_manager.cells, WindowBlocks) == gives_back
             scores = llm.score(prompts, completions, use_tqdm=False)
             found.append([score["logprobs"] for score in scores])
             assert [len(each["token_ids"]) for each in generate(llm, prompts, greedy(NUM_TOKENS))] == [NUM_TOKENS] * 5

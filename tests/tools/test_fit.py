@@ -10,7 +10,6 @@ from nanovllm import LLM
 from nanovllm.cli import main
 from nanovllm.config import Config
 from nanovllm.fit import GIB, Place, Question, needs
-from nanovllm.layers.stores import windowed_kv_cache
 
 
 def fit(capsys, *arguments: str) -> tuple[int, str]:
@@ -29,9 +28,8 @@ def test_a_published_shape(capsys):
     assert answers["24"] == "yes"
 
 
-def test_layers_with_a_window_keep_their_last_tokens_alone(capsys, monkeypatch):
+def test_layers_with_a_window_keep_their_last_tokens_alone(capsys):
     """Gemma 3: 52 of 62 layers see 1,024 tokens, of which a sequence keeps 1,280 in blocks of 256."""
-    monkeypatch.setattr(windowed_kv_cache, "DEVICES", ["cpu", "cuda"])
     status, out = fit(capsys, "gemma-3-27b", "--gpu-memory", "80")
     assert status == 0
     per_layer = 2 * 16 * 128 * 2 / 1024

@@ -39,7 +39,6 @@ class StoreLimits(NamedTuple):
     """What an engine's options say of the sequences in the stores: the fields of a `Config`.
 
     Attributes:
-        device: "cpu" or "cuda".
         whole_tokens: that a step computes together, or not at all: of the largest image, where images attend in both
             directions.
     """
@@ -47,7 +46,6 @@ class StoreLimits(NamedTuple):
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
-    device: str
     whole_tokens: int = 0
 
 

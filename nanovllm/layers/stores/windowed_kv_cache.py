@@ -10,9 +10,6 @@ from nanovllm.layers.stores.store import StoreLimits
 from nanovllm.layers.stores.window_split import WindowSplit
 from nanovllm.utils.context import get_window_context
 
-# Where answers with two kinds of blocks have been compared. No GPU has run them yet: there windows keep all tokens.
-DEVICES = ["cpu"]
-
 
 class WindowedKVCache(PagedKVCache):
     """A PagedKVCache with blocks and block tables of its own. A sequence gives its blocks back when no later token sees
@@ -66,7 +63,7 @@ def make_kv_caches(
         of_kind[0].append(layer)
         of_kind[1].append(shape)
     windows = [layer.window for layer in layers if layer.window is not None]
-    if windows and limits.device in DEVICES:
+    if windows:
         others = [PagedKVCache(*kinds[False])] if kinds[False][0] else []
         own_bytes, other_bytes = PagedKVCache(*kinds[True]).bytes_per_block, sum(x.bytes_per_block for x in others)
         split = WindowSplit.of(max(windows), shapes[0].block_size, other_bytes, own_bytes, limits)
