@@ -26,7 +26,6 @@ from nanovllm.models.presets import PRESET_NAMES, find_preset, preset_config, si
 from nanovllm.models.quantization_config import checkpoint_quantization
 from nanovllm.models.registry import model_class
 from nanovllm.models.sentence_files import is_sentence_model, read_sentence_facts
-from nanovllm.models.vision import DEVICES
 from nanovllm.utils.checks import is_int, quoted, require
 from nanovllm.utils.option_hints import HINTS, explains_unknown_options
 from nanovllm.utils.rules import check_rules
@@ -157,7 +156,7 @@ class Config(EngineOptions):
 
     def _resolve_vision(self) -> None:
         """Leave out a vision tower that no request of this engine could use."""
-        is_of_use = self.task == "generate" and not self.deterministic and self.device in DEVICES
+        is_of_use = self.task == "generate" and not self.deterministic
         if getattr(self.hf_config, "vision", None) and not is_of_use:
             self.hf_config = copy(self.hf_config)
             self.hf_config.vision = None

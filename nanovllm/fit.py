@@ -21,7 +21,6 @@ from nanovllm.layers.stores.windowed_kv_cache import WindowedKVCache
 from nanovllm.models.decoder import layer_heads
 from nanovllm.models.model_size import meta_model, model_bytes, packed_head_bytes
 from nanovllm.models.registry import model_class
-from nanovllm.models.vision import DEVICES
 from nanovllm.utils.host_memory import host_memory
 from nanovllm.utils.units import GIB
 
@@ -116,17 +115,6 @@ class Needs(NamedTuple):
         """Of a sequence of max_model_len tokens. At most half of the cache is states."""
         blocks = total_bytes(self.stores, blocks_each(config), 0)
         return max(blocks + self.per_cell, 2 * self.per_cell)
-
-
-def as_on(config: Config, device: str) -> Config:
-    """The same for the device that is asked about, which may not be here: what windows keep, and whether there is a
-    vision tower, depends on it."""
-    config = copy(config)
-    config.device = device
-    if getattr(config.hf_config, "vision", None) and device not in DEVICES:
-        config.hf_config = copy(config.hf_config)
-        config.hf_config.vision = None
-    return config
 
 
 def blocks_each(config: Config) -> int:
@@ -295,7 +283,7 @@ class Question:
             options["dtype"] = "bfloat16"
         key = is_cpu, str(options["dtype"]), options.get("quantization"), options.get("tensor_parallel_size")
         if key not in self._made:
-            config = as_on(Config(self._model, **options), "cpu" if is_cpu else "cuda")
+            config = Config(self._model, **options)
             self._made[key] = config, meta_model(config)
         config, model = self._made[key]
         config = copy(config)

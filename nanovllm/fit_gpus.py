@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, cast
 from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds
 from nanovllm.bench.workloads import WORKLOADS
 from nanovllm.config import Config
-from nanovllm.fit import as_on, needs
+from nanovllm.fit import needs
 from nanovllm.utils.units import GIB
 
 MAX_GPUS = 64
@@ -46,7 +46,7 @@ def divisions(model: str, num_gpus: int, memory_gib: float, **options: Any) -> I
     for size in (each for each in range(1, num_gpus + 1) if num_gpus % each == 0):
         num_engines = num_gpus // size
         try:
-            config = as_on(Config(model, **options, tensor_parallel_size=size), "cuda")
+            config = Config(model, **options, tensor_parallel_size=size)
             yield _division(config, num_engines, int(memory_gib * GIB))
         except ValueError as error:
             yield Division(num_engines, size, str(error))

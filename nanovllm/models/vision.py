@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 
-# Where answers to images have been compared with transformers'. No GPU has run a tower yet: there, prompts are texts.
-DEVICES = ["cpu"]
-
 # The tower computes images together up to at least so many patches: they keep a GPU busy.
 _MIN_PATCHES = 2**14
 

@@ -4,9 +4,6 @@ import pytest
 from checkpoints import assert_idle, complete, greedy, make_llm, needs_family, needs_transformers
 from vision_checkpoints import VISION_FAMILIES, VisionReference, draw_image, make_vision_checkpoint
 
-from nanovllm import config
-from nanovllm.engine.text import image_prompts
-
 pytest.importorskip("PIL", reason="needs Pillow")
 pytestmark = [pytest.mark.gpu, needs_transformers("5")]
 
@@ -18,13 +15,6 @@ ENGINES: dict[str, dict] = {
     "chunks": {"max_num_batched_tokens": 75},
     "speculation": {"speculation": "suffix"},
 }
-
-
-@pytest.fixture(autouse=True)
-def allow_gpus(monkeypatch):
-    """A GPU loads no tower until these tests have passed on one. Then this fixture goes."""
-    for module in (config, image_prompts):
-        monkeypatch.setattr(module, "DEVICES", ["cpu", "cuda"])
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=needs_family(name)) for name in VISION_FAMILIES])

@@ -11,8 +11,8 @@ from nanovllm.engine.features.images.image_sequence import PlacedImages
 from nanovllm.engine.images import ImageInput, ImagePrompt, load_processor
 from nanovllm.engine.text.image_reader import ImageReader
 from nanovllm.engine.text.prompts import as_array, read_prompt
-from nanovllm.models.registry import find_vision, model_class
-from nanovllm.models.vision import DEVICES, VisionSpec
+from nanovllm.models.registry import find_vision
+from nanovllm.models.vision import VisionSpec
 from nanovllm.utils.checks import quoted
 
 if TYPE_CHECKING:
@@ -45,10 +45,8 @@ class ImagePrompts:
         if config.deterministic:
             raise ValueError("images: need deterministic=False: the tower's numbers depend on the other images")
         if found is None:
-            is_elsewhere = config.device not in DEVICES and hasattr(model_class(config.hf_config), "vision_type")
-            reason = "; device='cpu' loads it, and GPUs do not yet" if is_elsewhere else ""
             name = (getattr(config.hf_config, "architectures", None) or ["the model"])[0]
-            raise ValueError(f"images: this model reads no images: {name} is loaded without a vision tower{reason}")
+            raise ValueError(f"images: this model reads no images: {name} is loaded without a vision tower")
         if config.data_parallel_size > 1:
             raise ValueError(f"images: need data_parallel_size=1, not {config.data_parallel_size}")
         return found
