@@ -76,7 +76,8 @@ class QwenVision(VisionSpec):
 
     def values_per_patch(self):
         tower = self.fields["vision_config"]
-        return 10 * tower["hidden_size"] + 2 * tower["intermediate_size"]
+        # Its RoPE turns queries and keys in float32.
+        return 15 * tower["hidden_size"] + 2 * tower["intermediate_size"]
 
     def positions(self, starts, images, num_tokens):
         found = np.empty((3, num_tokens), np.int64)
