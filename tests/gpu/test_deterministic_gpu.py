@@ -8,6 +8,7 @@ from products import problem
 from same_bits import answers, answers_alone, make_requests
 
 from nanovllm import SamplingParams
+from nanovllm.engine import deterministic
 from nanovllm.kernels.attention.fixed_order import FixedOrderWorkspace, fixed_order_decode, fixed_order_prefill
 from nanovllm.kernels.matmul.fixed_order import fixed_order_linear
 from nanovllm.layers.activation import Gated
