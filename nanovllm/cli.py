@@ -371,7 +371,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 _FIT = (
     *("tensor_parallel_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization"),
-    *("dtype", "quantization", "kv_cache_dtype", "kvcache_gib", "revision", "state_dtype"),
+    *("dtype", "quantization", "kv_cache_dtype", "kvcache_gib", "revision", "state_dtype", "text_only"),
     *("speculation", "max_speculative_tokens"),
 )
 

@@ -156,7 +156,7 @@ class Config(EngineOptions):
 
     def _resolve_vision(self) -> None:
         """Leave out a vision tower that no request of this engine could use."""
-        is_of_use = self.task == "generate" and not self.deterministic
+        is_of_use = self.task == "generate" and not self.deterministic and not self.text_only
         if getattr(self.hf_config, "vision", None) and not is_of_use:
             self.hf_config = copy(self.hf_config)
             self.hf_config.vision = None

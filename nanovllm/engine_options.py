@@ -204,6 +204,7 @@ class EngineOptions:
         _GENERATES_IF_PLAIN,
         _GENERATES_IF_SPECULATIVE,
     )
+    text_only: bool = _option(False, "leave a vision tower out, and its memory: prompts are texts alone", FLAG)
     attention_backend: AttentionBackend = _speed_option(
         "auto", "what computes attention", one_of(*get_args(AttentionBackend))
     )

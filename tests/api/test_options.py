@@ -188,6 +188,7 @@ OF_CONFIG = {
     "task": choice("auto", "generate", "embed", "classify", "rerank")._replace(
         right=["generate", "embed", "rerank"], kept=[("auto", "generate")]
     ),
+    "text_only": flag(),
     "attention_backend": choice("auto", "flash_attn", "triton", "torch"),
     "enable_prefix_caching": flag(),
     "mixed_step_rows": integer(

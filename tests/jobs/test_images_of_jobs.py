@@ -226,7 +226,14 @@ def test_the_root_is_the_one_folder_of_the_input(tmp_path):
     assert folder_of(["s3://bucket/a.jsonl"]) is None
 
 
-def test_a_model_that_reads_no_images_refuses_lines_with_them(job, answers, tmp_path):
+@pytest.mark.parametrize(
+    ("text_only", "reason"),
+    [(False, "this model reads no images"), (True, "with text_only=True the model has no vision tower")],
+)
+def test_a_model_that_reads_no_images_refuses_lines_with_them(
+    text_only, reason, llm, job, answers, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(llm.config, "text_only", text_only)
     save(tmp_path / "x.png")
     message = {"role": "user", "content": [{"type": "image", "image": "x.png"}]}
     lines = [{"id": 1, "prompt": "a"}, {"id": 2, "prompt": "a", "images": ["x.png"]}, {"id": 3, "messages": [message]}]
@@ -234,7 +241,7 @@ def test_a_model_that_reads_no_images_refuses_lines_with_them(job, answers, tmp_
     assert (summary.num_answered, summary.num_failed) == (1, 2)
     errors = by_id(read_lines(answers / "_errors.jsonl"))
     assert [row["id"] for row in errors] == [2, 3]
-    assert all("this model reads no images" in row["error"] for row in errors)
+    assert all(reason in row["error"] for row in errors)
     assert [row["id"] for row in read_folder(answers)] == [1]
 
 

@@ -267,6 +267,14 @@ def test_a_checkpoint_of_the_text_model_alone(case, tmp_path):
             generate(llm, case.prompts[:1], greedy(2))
 
 
+def test_an_engine_for_texts_alone_leaves_the_tower_out(case):
+    with make_llm(case.path, text_only=True) as llm:
+        assert not any("visual" in name or "vision" in name for name, _ in llm.model_runner.model.named_parameters())
+        assert complete(llm, case.prompts[2:3], greedy(NUM_TOKENS)) == case.expected[2:3]
+        with pytest.raises(ValueError, match=r"prompts\[0\]: images: need text_only=False"):
+            generate(llm, case.prompts[:1], greedy(2))
+
+
 def test_a_start_counts_the_tower_and_its_largest_images(case, monkeypatch):
     """As an engine on a GPU does: by a prefill of images alone. `fit` counts the same from shapes."""
     monkeypatch.setattr(vision, "_MIN_PATCHES", 400)

@@ -45,6 +45,10 @@ class ImagePrompts:
         if config.deterministic:
             raise ValueError("images: need deterministic=False: the tower's numbers depend on the other images")
         if found is None:
+            if config.text_only:
+                raise ValueError(
+                    "images: need text_only=False, with which a model has the vision tower of its checkpoint"
+                )
             name = (getattr(config.hf_config, "architectures", None) or ["the model"])[0]
             raise ValueError(f"images: this model reads no images: {name} is loaded without a vision tower")
         return found
