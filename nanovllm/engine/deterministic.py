@@ -17,8 +17,8 @@ from nanovllm.layers.matmul.table import Key
 from nanovllm.models.registry import model_class
 from nanovllm.utils.checks import require
 
-# Where their bits have been compared. tests/gpu/test_deterministic_gpu.py compares linear attention on a GPU, and ranks on
-# two, but no GPU has run these tests yet.
+# Where their bits have been compared. tests/gpu/test_deterministic_gpu.py compares linear attention on a GPU, and ranks
+# on two, but no GPU has run these tests yet.
 DEVICES_OF_LINEAR_ATTENTION = ["cpu"]
 DEVICES_OF_RANKS = ["cpu"]
 
