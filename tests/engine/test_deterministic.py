@@ -280,12 +280,3 @@ def test_a_gpu_takes_every_format_and_one_rank(path, monkeypatch):
     monkeypatch.setattr(config, "tensor_parallel_size", 2)
     with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 on a GPU with deterministic=True"):
         check_deterministic(config)
-
-
-def test_linear_attention_on_a_gpu_is_refused(monkeypatch):
-    """Until it has kernels there."""
-    config = Config("Qwen3.5-0.8B", device="cpu", load_format="dummy", skip_tokenizer_init=True)
-    check_deterministic(config)
-    monkeypatch.setattr(config, "device", "cuda")
-    with pytest.raises(ValueError, match="model: on a GPU linear attention"):
-        check_deterministic(config)

@@ -34,10 +34,15 @@ ENGINES: dict[str, dict] = {
     "speculation": {"speculation": "suffix", "enable_prefix_caching": False},
     "preempted": {"num_kvcache_blocks": 90},
 }
+LINEAR = {"linear_key_head_dim": 32, "linear_value_head_dim": 32}
 FAMILIES: dict[str, dict] = {
     "qwen3": {"head_dim": 64},
     "windows": {"family": "gemma3_text", "sliding_window": 100, "head_dim": 64}
     | {"layer_types": ["sliding_attention", "full_attention"]},
+    "hybrid": {"family": "qwen3_5_text", "head_dim": 64, "num_hidden_layers": 4} | LINEAR,
+    "hybrid with experts": {"family": "qwen3_next", "head_dim": 64, "num_hidden_layers": 4, "num_experts": 8}
+    | {"num_experts_per_tok": 3, "moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
+    | LINEAR,
 }
 
 
@@ -177,8 +182,11 @@ REQUESTS = make_requests(24, LENGTHS, head=600, max_tokens=40)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_requests_bits_do_not_depend_on_its_company(family, dtype, tmp_path):
     fields = {"max_position_embeddings": 2048} | FAMILIES[family]
+    skip_unless_known(fields.get("family", "qwen3"))
     path = make_checkpoint(tmp_path, **fields)
     common: dict = {"device": "cuda", "dtype": dtype, "deterministic": True, "max_model_len": 2048}
+    if LINEAR.keys() <= fields.keys():
+        common["state_dtype"] = dtype
     common["num_kvcache_blocks"] = 2000
     with make_llm(path, enable_prefix_caching=False, **common) as llm:
         alone = answers_alone(llm, REQUESTS)

@@ -41,7 +41,7 @@ def load_float(pointers, mask):
 
 
 @triton.jit
-def _silu_and_norm(mixed, is_normed):
+def silu_and_norm(mixed, is_normed):
     """mixed: float32 [rows, DIM], a head in each row. is_normed: true of q and k."""
     mixed = silu(mixed)
     inverse_norm = tl.rsqrt(tl.sum(mixed * mixed, axis=1)[:, None] + _L2_EPS)
@@ -119,7 +119,7 @@ def _convolve_rows_kernel(
         count = count_rows(cells, is_proposed, row, cell, following, num_rows)
         for i in range(0, tl.minimum(count, 3)):
             x3 = load_float(x_at + i * qkv_stride, inside)
-            value = _silu_and_norm(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, is_normed)
+            value = silu_and_norm(x0 * w0 + x1 * w1 + x2 * w2 + x3 * w3, is_normed)
             tl.store(mixed_at + i * CONV_DIM, value.to(mixed.dtype.element_ty), mask=inside)
             x0, x1, x2 = x1, x2, x3
             if load_proposed(is_proposed, row + i + 1, row + count):
@@ -137,7 +137,7 @@ def _convolve_rows_kernel(
         x1 = load_float(x_at - qkv_stride, inside)
         x2 = load_float(x_at, inside)
         value = load_float(x_at - 3 * qkv_stride, inside) * w0 + x0 * w1 + x1 * w2 + x2 * w3
-        tl.store(mixed_at, _silu_and_norm(value, is_normed).to(mixed.dtype.element_ty), mask=inside)
+        tl.store(mixed_at, silu_and_norm(value, is_normed).to(mixed.dtype.element_ty), mask=inside)
         if is_fourth_of_proposal:
             _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM)
 
@@ -165,7 +165,7 @@ def _convolve_sequences_kernel(
             in_tail = (cell * 3 + 3 + row - back) * CONV_DIM + channel
             x += load_float(tails + in_tail, inside & (row < tl.where(cell >= 0, back, 0)))
         value += x * load_float(weight + channel * 4 + 3 - back, channel >= 0)
-    value = _silu_and_norm(value, head < NUM_NORMED)
+    value = silu_and_norm(value, head < NUM_NORMED)
     tl.store(mixed + token * CONV_DIM + channel, value.to(mixed.dtype.element_ty), mask=inside)
 
 

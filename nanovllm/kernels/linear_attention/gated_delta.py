@@ -62,7 +62,7 @@ def choose_decode(dim: int) -> DecodeConfig:
 
 
 @triton.jit
-def _state_at(states, index, in_rows, DIM: tl.constexpr, INNER: tl.constexpr):
+def state_at(states, index, in_rows, DIM: tl.constexpr, INNER: tl.constexpr):
     """[OUTER, SIDES, INNER, SIDE]. The numbers that a thread holds differ in what is added last, a constant of the
     load. With all in one sum each load would have registers for an address of its own."""
     outer = tl.arange(0, DIM // INNER)[:, None, None, None] * (INNER * DIM)
@@ -70,16 +70,38 @@ def _state_at(states, index, in_rows, DIM: tl.constexpr, INNER: tl.constexpr):
 
 
 @triton.jit
-def _sum_keys(x):
+def sum_keys(x):
     """Over the key dims of [OUTER, SIDES, INNER, SIDE]."""
     return tl.sum(tl.sum(x, axis=0), axis=1)
 
 
 @triton.jit
-def _spread(x, DIM: tl.constexpr, INNER: tl.constexpr):
+def spread(x, DIM: tl.constexpr, INNER: tl.constexpr):
     """[DIM] as [OUTER, 1, INNER, 1]. The gather changes nothing, but the compiler takes no layout through it, and would
     take one from a load of x to the state."""
     return tl.reshape(tl.gather(x, tl.arange(0, DIM), 0), [DIM // INNER, 1, INNER, 1])
+
+
+@triton.jit
+def next_token(
+    state, q_at, k_at, v_at, z_at, b_at, a_at, rate, bias, weight, scale, eps, dtype: tl.constexpr, DIM: tl.constexpr,
+    INNER: tl.constexpr,
+):  # fmt: skip
+    """A head's state [OUTER, SIDES, INNER, SIDE] after a token, and the token's output [SIDES, SIDE] after the norm."""
+    # All loads come before the first exchange between threads, which waits for its own.
+    k, q = tl.load(k_at), tl.load(q_at)
+    v, gate = tl.load(v_at), tl.load(z_at).to(tl.float32)
+    decay = tl.load(a_at).to(tl.float32) + bias
+    beta = tl.sigmoid(tl.load(b_at).to(tl.float32))
+    decay = tl.exp(-rate * softplus(decay))
+    k, q = spread(k, DIM, INNER), spread(q, DIM, INNER)
+    state = decay * state
+    delta = beta * (v - sum_keys(k * state))
+    # In the order of the sums, backwards, so that no layout changes.
+    state += k * tl.expand_dims(tl.expand_dims(delta, 1), 0)
+    value = (sum_keys(q * state) * scale).to(dtype).to(tl.float32)
+    inverse_rms = tl.rsqrt(tl.sum(tl.sum(value * value, axis=1), axis=0) / DIM + eps)
+    return state, value * inverse_rms * weight * silu(gate)
 
 
 @triton.jit(
@@ -121,7 +143,7 @@ def _decode_kernel(
     has_begun = tl.arange(0, INNER)[None, None, :, None] < tl.where(context_len > 1, INNER, 0)
     in_rows = tl.arange(0, INNER)[None, None, :, None] * DIM + sides[None, :, None, :]
     write = cell * NUM_HEADS + head
-    state = load_float(_state_at(states, write, in_rows, DIM, INNER), has_begun)
+    state = load_float(state_at(states, write, in_rows, DIM, INNER), has_begun)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     count = count_rows(cells, is_proposed, row, cell, following, num_rows)
@@ -137,26 +159,17 @@ def _decode_kernel(
     for i in range(0, count):
         if load_proposed(is_proposed, row + i, num_rows):
             kept = state.to(states.dtype.element_ty)
-            tl.store(_state_at(states, write, in_rows, DIM, INNER), kept)
+            tl.store(state_at(states, write, in_rows, DIM, INNER), kept)
             # A proposed token begins with what a step of its own would read.
             state = kept.to(tl.float32)
             write = tl.load(cells_at + i).to(tl.int64) * NUM_HEADS + head
-        # All loads come before the first exchange between threads, which waits for its own.
-        k, q = tl.load(k_at + i * CONV_DIM), tl.load(q_at + i * CONV_DIM)
-        v, gate = tl.load(v_at + i * CONV_DIM), tl.load(z_at + i * z_stride).to(tl.float32)
-        decay = tl.load(a + (row + i) * a_stride + head).to(tl.float32) + bias
-        beta = tl.sigmoid(tl.load(b + (row + i) * b_stride + head).to(tl.float32))
-        decay = tl.exp(-rate * softplus(decay))
-        k, q = _spread(k, DIM, INNER), _spread(q, DIM, INNER)
-        state = decay * state
-        delta = beta * (v - _sum_keys(k * state))
-        # In the order of the sums, backwards, so that no layout changes.
-        state += k * tl.expand_dims(tl.expand_dims(delta, 1), 0)
-        value = (_sum_keys(q * state) * scale).to(out.dtype.element_ty).to(tl.float32)
-        inverse_rms = tl.rsqrt(tl.sum(tl.sum(value * value, axis=1), axis=0) / DIM + eps)
-        value = value * inverse_rms * weight * silu(gate)
+        state, value = next_token(
+            state, q_at + i * CONV_DIM, k_at + i * CONV_DIM, v_at + i * CONV_DIM, z_at + i * z_stride,
+            b + (row + i) * b_stride + head, a + (row + i) * a_stride + head, rate, bias, weight, scale, eps,
+            out.dtype.element_ty, DIM, INNER,
+        )  # fmt: skip
         tl.store(out_at + i * (NUM_HEADS * DIM) + sides, value.to(out.dtype.element_ty))
-    tl.store(_state_at(states, write, in_rows, DIM, INNER), state.to(states.dtype.element_ty))
+    tl.store(state_at(states, write, in_rows, DIM, INNER), state.to(states.dtype.element_ty))
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -367,7 +380,7 @@ def _launch_delta_rule_decode(
     ordinary launch must come between two calls with the same states, as between any two steps.
     """
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
-    dim = _check_kernel(conv_weight, states)
+    dim = check_kernel(conv_weight, states)
     num_rows = len(qkv)
     out = torch.empty(num_rows, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
     if num_rows == 0:
@@ -390,7 +403,7 @@ def _launch_delta_rule_prefill(
 ):  # fmt: skip
     """Four launches: the convolution, what a chunk needs of its own tokens alone, the scan over chunks, the norm."""
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
-    dim = _check_kernel(conv_weight, states)
+    dim = check_kernel(conv_weight, states)
     num_tokens = len(qkv)
     out = torch.empty(num_tokens, num_value_heads * dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
@@ -405,7 +418,7 @@ def _launch_delta_rule_prefill(
     return out
 
 
-def _check_kernel(conv_weight: Tensor, states: Tensor) -> int:
+def check_kernel(conv_weight: Tensor, states: Tensor) -> int:
     """The size of all heads. Raises ValueError for sizes that the kernels do not have."""
     key_dim, value_dim = states.shape[2:]
     if conv_weight.shape[1] != TAPS or key_dim != value_dim or key_dim not in (16, 32, 64, 128):
