@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import nanovllm.kernels
 from nanovllm.config import Config
-from nanovllm.engine import deterministic, model_runner
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.start import build
@@ -336,8 +336,7 @@ def _recording() -> Iterator[dict[tuple, Launch]]:
 def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
     """The variants that an engine launches on a pretended card, from its start on."""
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
-    with patch.object(deterministic, "DEVICES", ["cuda"]):
-        config = Config(model, device=str(device), **options)
+    config = Config(model, device=str(device), **options)
     with _recording() as found:
         tp = TensorParallel()
         if config.tensor_parallel_size > 1:
