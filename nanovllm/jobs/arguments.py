@@ -191,6 +191,7 @@ class Arguments:
         path = os.path.expanduser(self.model_name)
         options: Row = {name: value for name, value in self.engine_options.items() if name not in _OF_SPEED}
         options |= self.task.describe()
+        options |= {"deterministic": True} if self.keeps_receipts else {}  # also of an LLM
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
 
 

@@ -12,17 +12,19 @@ from xxhash import xxh3_128
 
 import nanovllm
 from nanovllm import LLM
+from nanovllm.jobs.fingerprint import differences as files_that_differ
 from nanovllm.jobs.fingerprint import engine_fingerprint
 from nanovllm.jobs.lines import Row
 
 BITS, ENGINE = "bits", "engine"  # keys of the manifest
-_PACKAGES = ("torch", "triton")
+_PACKAGES = ("torch", "triton", "numpy")
 # What computes: its folders in the package.
 _CODE = ("engine", "kernels", "layers", "models")
 # Options of an engine on which bits depend, and that a job's call may leave to the model or the machine.
 _OPTIONS = (
     *("max_model_len", "tensor_parallel_size", "kv_cache_dtype", "kv_cache_scales", "logprobs_mode"),
     *("dtype", "device", "load_format", "seed", "lora", "tokenizer", "chat_format"),
+    *("quantization", "state_dtype", "task", "eos", "revision"),
 )
 
 
@@ -44,6 +46,10 @@ def bits_depend_on(llm: LLM) -> dict[str, Any]:
     facts["device"] = "CPU" if config.device == "cpu" else torch.cuda.get_device_name(config.device_index)
     facts["dtype"] = str(config.dtype).removeprefix("torch.")
     facts["ranks"] = config.tensor_parallel_size
+    format = config.weight_format
+    facts["quantization"] = "none" if format is None else format.kind or format.name
+    for name in ("kv_cache_dtype", "kv_cache_scales", "state_dtype"):
+        facts[name] = _plain(getattr(config, name))
     return facts | {"weights": engine_fingerprint(llm)}
 
 
@@ -68,9 +74,10 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     differing = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
-        if old != new:
-            shown = f": it was {old!r} and is now {new!r}" if isinstance(old, str | int) else " are others"
-            differing.append(f"{name}{shown}")
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and old != new:
+            differing.append(f"{name} are others: {files_that_differ(dict(old), dict(new))}")
+        elif old != new:
+            differing.append(f"{name}: it was {old!r} and is now {new!r}")
     return "; ".join(differing)
 
 
