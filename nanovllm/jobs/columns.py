@@ -8,7 +8,7 @@ from string import Formatter
 from typing import Any, ClassVar
 
 from nanovllm.openai_format.request_names import Row
-from nanovllm.utils.rules import FLAG, Rule, check_rules, option
+from nanovllm.utils.rules import Rule, check_rules, option
 from nanovllm.utils.text_json import as_json
 
 
@@ -23,7 +23,7 @@ class Columns:
     prompt_column: str | None = None  # None: one of PROMPTS
     id_column: str = option("id", Rule(lambda name: isinstance(name, str) and name != "", "a column's name"))
     template: str | None = None  # makes the prompt of columns: "Summarise: {text}"
-    keeps_receipts: bool = option(False, FLAG)  # whether rows have receipts: an engine's option decides it
+    keeps_receipts: bool = False  # whether rows have receipts: an engine's option decides it
 
     PROMPTS: ClassVar[tuple[str, ...]]
 

@@ -37,7 +37,7 @@ def verify_batch(
     sample: int | None = 100,
     seed: int = 0,
     alone: bool = False,
-    model: LLM | None = None,
+    model: LLM | str | os.PathLike[str] | None = None,
     use_tqdm: bool = True,
 ) -> Verified:
     """Answer lines of a job again, and compare bit by bit: tokens and log-probabilities; or vectors, classes and
@@ -47,25 +47,42 @@ def verify_batch(
         output: the job's folder or file.
         sample: how many lines, drawn with the seed; None for all.
         alone: answer them one by one; False: in each other's company, which is not that of the job.
-        model: an engine with the options of the job's; None makes one.
+        model: where the job's model is now, if it has moved; or an engine with the options of the job's. None makes
+            one of the model where it was.
 
     Raises:
         ValueError: the job is not deterministic, or its bits depend on something that is another one here; the message
             says what differs. Or it has no answers yet, or one without a receipt.
+        FileNotFoundError: the model is no longer where it was.
     """
     require("sample", sample, sample is None or is_int(sample, 1, 2**63), "a positive integer, or None for all lines")
     folder = JobFolder(output)
+    if folder.file is not None and not folder.path.exists():
+        raise folder.refusal("is not what a job has written into one file; give the job's folder, or that file")
     manifest = folder.read_manifest()
     if manifest is None:
         raise folder.refusal("no job has begun here")
     if BITS not in manifest or ENGINE not in manifest:
-        raise folder.refusal("the job was not deterministic, so no bits are promised: run it with deterministic=True")
+        reason = "the job was not deterministic, so no bits are promised: run it with deterministic=True"
+        raise folder.refusal(f"{reason} (--deterministic)")
     facts = machine_facts()
     _refuse_others(folder, {name: manifest[BITS].get(name) for name in facts}, facts)
-    if model is not None:
+    if isinstance(model, LLM):
         return _verify(folder, model, manifest, sample, seed, alone, use_tqdm)
-    with LLM(**manifest[ENGINE], deterministic=True, use_tqdm=use_tqdm) as llm:
+    with _engine(manifest[ENGINE], model, use_tqdm) as llm:
         return _verify(folder, llm, manifest, sample, seed, alone, use_tqdm)
+
+
+def _engine(options: Row, model: str | os.PathLike[str] | None, use_tqdm: bool) -> LLM:
+    """An engine as the job's. model: where it is now; None: where it was."""
+    if model is not None:
+        options = options | {"model": os.fspath(model), "revision": None}
+    try:
+        return LLM(**options, deterministic=True, use_tqdm=use_tqdm)
+    except FileNotFoundError as error:
+        if model is not None:
+            raise
+        raise FileNotFoundError(f"{error}; if it has moved, model (--model) says where it is") from error
 
 
 def _refuse_others(folder: JobFolder, known: Row, now: Row) -> None:

@@ -1,7 +1,6 @@
 """Deterministic jobs of vectors, classes and ranks keep receipts, and `verify` gives the same bits for them."""
 
 import base64
-import json
 from hashlib import sha256
 
 import numpy as np
@@ -284,18 +283,32 @@ def test_a_job_without_answers_has_nothing_to_verify(job, verified, answers):
         verified("embed")
 
 
-def test_the_command_makes_the_engine_again(tmp_path, job, answers, capsys):
-    """Of a model without a head, with a text before others, and with weights that are rounded at the start."""
+def test_the_commands(tmp_path, answers, capsys, monkeypatch):
+    """verify makes the engine again: of a model without a head, with a text before others, with weights that are
+    rounded at the start, in another directory than the job's."""
     model = make_pooling_checkpoint(tmp_path / "model", tokenizer=True)
     add_sentence_files(model, prompts={"query": "a query: "}, default_prompt_name="query")
-    options = {"device": "cpu", "max_model_len": 200, "kvcache_gib": 0.01, "deterministic": True, "quantization": "fp8"}
-    job("embed", ROWS, model=model, embedding_dtype="float16", **options)
-    assert main(["verify", str(answers), "--sample", "3", "-q"]) == 0
+    lines = write_lines(tmp_path / "lines.jsonl", ROWS)
+    monkeypatch.chdir(tmp_path)
+    job = ["run-batch", "model", "--task", "embed", "-i", str(lines), "-o", str(answers)]
+    engine = ["--embedding-dtype", "float16", "--device", "cpu", "--max-model-len", "200", "--kvcache-gib", "0.01"]
+    engine += ["--quantization", "fp8"]
+    assert main([*job, *engine, "--deterministic", "-q"]) == 0
+    capsys.readouterr()
+    monkeypatch.chdir(answers)
+    verify = ["verify", str(answers), "-q"]
+    assert main([*verify, "--sample", "3"]) == 0
     assert capsys.readouterr().out == "3 of 3 lines, the same bits\n"
+    (tmp_path / "model").rename(tmp_path / "moved")
+    assert main(verify) == 2
+    assert "model (--model) says where it is" in capsys.readouterr().err
+    assert main([*verify, "--model", str(tmp_path / "moved"), "--sample", "3", "--seed", "2"]) == 0
     change(answers, 3, lambda row: row["receipt"]["inputs"][0]["prompt_token_ids"].append(7))
-    assert main(["verify", str(answers), "--all", "--alone", "-q"]) == 1
+    capsys.readouterr()
+    assert main([*verify, "--model", str(tmp_path / "moved"), "--all", "--alone"]) == 1
     assert "line 3: it had " in capsys.readouterr().out
-    assert json.loads((answers / "_manifest.json").read_text())["engine"]["task"] == "embed"
+    assert main(["verify", str(answers / "part-00000.jsonl")]) == 2
+    assert "give the job's folder" in capsys.readouterr().err
 
 
 def test_several_engines_share_a_job(engines, job, verified, monkeypatch):
