@@ -84,7 +84,8 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         if isinstance(old, Mapping) and isinstance(new, Mapping) and old != new:
             differing.append(f"{name} are others: {files_that_differ(dict(old), dict(new))}")
         elif old != new:
-            differing.append(f"{name}: it was {old!r} and is now {new!r}")
+            before_now = ("not known" if each is None else repr(each) for each in (old, new))
+            differing.append(f"{name}: it was {' and is now '.join(before_now)}")
     return "; ".join(differing)
 
 

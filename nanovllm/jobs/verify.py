@@ -98,7 +98,7 @@ def _verify(
     counts = {part: _num_rows(part) for part in folder.parts()}
     num_lines = sum(counts.values())
     if not num_lines:
-        raise folder.refusal("holds no answers in complete parts: nothing to verify")
+        raise folder.refusal("holds no complete part of answers yet; the job's own command goes on with it")
     chosen = range(num_lines)
     if sample is not None and sample < num_lines:
         chosen = sorted(random.Random(seed).sample(chosen, sample))  # type: ignore[assignment]

@@ -279,7 +279,7 @@ def test_a_job_without_answers_has_nothing_to_verify(job, verified, answers):
     with interrupted_after(1), pytest.raises(KeyboardInterrupt):
         job("embed", ["{", *ROWS])
     assert read_folder(answers) == []
-    with pytest.raises(ValueError, match="holds no answers"):
+    with pytest.raises(ValueError, match="holds no complete part of answers"):
         verified("embed")
 
 
