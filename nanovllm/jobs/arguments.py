@@ -127,8 +127,8 @@ class Arguments:
         """As ReadPlan's."""
         if self.task.name != "generate":
             return NO_IMAGES
-        is_llm = isinstance(self.model, LLM)
-        if self.model.config.text_only if is_llm else self.engine_options.get("text_only"):
+        of_engine = vars(self.model.config) if isinstance(self.model, LLM) else self.engine_options
+        if of_engine.get("text_only"):
             return "with text_only=True the model has no vision tower"
         try:
             if not reads_images(self.model_name, self.engine_options.get("revision")):
