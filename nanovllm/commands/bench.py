@@ -17,6 +17,7 @@ ENGINE_OPTIONS = (
     *("enforce_eager", "attention_backend", "dtype"),
     *("kv_cache_dtype", "device", "max_model_len", "max_num_batched_tokens", "mixed_step_rows", "num_kvcache_blocks"),
     *("state_dtype", "speculation", "max_speculative_tokens", "enable_prefix_caching", "overlap_steps", "plain"),
+    "deterministic",
 )
 
 

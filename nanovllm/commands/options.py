@@ -20,7 +20,7 @@ ENGINE = (
     *("max_model_len", "max_num_seqs", "max_num_batched_tokens"),
     *("gpu_memory_utilization", "kvcache_gib", "dtype", "quantization", "kv_cache_dtype", "kv_cache_scales"),
     *("attention_backend", "device", "load_format", "tokenizer", "revision", "state_dtype"),
-    *("speculation", "max_speculative_tokens", "plain", "chat_format", "lora"),
+    *("speculation", "max_speculative_tokens", "plain", "deterministic", "chat_format", "lora"),
 )
 # Of these the model's generation_config.json may have others.
 _OF_MODEL = dict.fromkeys(("temperature", "top_k", "top_p", "min_p", "repetition_penalty"), "the model's")

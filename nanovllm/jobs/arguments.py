@@ -5,7 +5,7 @@ import os
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import fields
 from functools import cached_property, partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -55,7 +55,8 @@ class Arguments:
 
     Attributes:
         task: what is done with lines, with its options.
-        keeps_receipts: whether the engine is deterministic.
+        MAY_KEEP_RECEIPTS: whether jobs of this kind keep them.
+        keeps_receipts: whether this one does, because its engine is deterministic.
         model, engine_options: what `engine` makes an LLM of.
         model_name: the model's directory or hub id.
         tokenizer: a directory or a hub id.
@@ -65,6 +66,8 @@ class Arguments:
         image_rules: which images lines may name; by default those that they hold themselves, as data: URLs.
     """
 
+    MAY_KEEP_RECEIPTS: ClassVar[bool] = True
+
     def __init__(self, model: Model, options: Row, task: str = "generate", **of_lines: Any):
         """options: of SamplingParams and of the engine. task, of_lines: of `make_task`. Raises ValueError or
         TypeError."""
@@ -73,7 +76,7 @@ class Arguments:
         self.image_rules = ImageRules()
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}
         of_engine = vars(model.config) if isinstance(model, LLM) else self.engine_options
-        self.keeps_receipts = bool(of_engine.get("deterministic"))
+        self.keeps_receipts = self.MAY_KEEP_RECEIPTS and bool(of_engine.get("deterministic"))
         self.task = make_task(task, sampling, of_lines, self.keeps_receipts)
         known = {field.name for field in fields(Config)} - _NOT_OF_JOBS
         for name in self.engine_options:
@@ -124,7 +127,8 @@ class Arguments:
         """As ReadPlan's."""
         if self.task.name != "generate":
             return NO_IMAGES
-        if self.model.config.text_only if isinstance(self.model, LLM) else self.engine_options.get("text_only"):
+        of_engine = vars(self.model.config) if isinstance(self.model, LLM) else self.engine_options
+        if of_engine.get("text_only"):
             return "with text_only=True the model has no vision tower"
         try:
             if not reads_images(self.model_name, self.engine_options.get("revision")):
@@ -190,6 +194,7 @@ class Arguments:
         path = os.path.expanduser(self.model_name)
         options: Row = {name: value for name, value in self.engine_options.items() if name not in _OF_SPEED}
         options |= self.task.describe()
+        options |= {"deterministic": True} if self.keeps_receipts else {}  # also of an LLM
         return {"model": os.path.realpath(path) if os.path.isdir(path) else path} | options
 
 

@@ -1,5 +1,6 @@
 """What the bits of a deterministic job's answers depend on, beside its requests: a part of the manifest."""
 
+import os
 import platform
 from collections.abc import Mapping
 from functools import cache
@@ -12,17 +13,21 @@ from xxhash import xxh3_128
 
 import nanovllm
 from nanovllm import LLM
+from nanovllm.jobs.fingerprint import differences as files_that_differ
 from nanovllm.jobs.fingerprint import engine_fingerprint
 from nanovllm.jobs.lines import Row
 
 BITS, ENGINE = "bits", "engine"  # keys of the manifest
-_PACKAGES = ("torch", "triton")
+_PACKAGES = ("torch", "triton", "numpy")
+_VECTOR_FLAGS = ("avx", "amx", "fma", "sve", "bf16", "asimd", "i8mm")  # in /proc/cpuinfo
+_LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE")
 # What computes: its folders in the package.
 _CODE = ("engine", "kernels", "layers", "models")
 # Options of an engine on which bits depend, and that a job's call may leave to the model or the machine.
 _OPTIONS = (
     *("max_model_len", "tensor_parallel_size", "kv_cache_dtype", "kv_cache_scales", "logprobs_mode"),
     *("dtype", "device", "load_format", "seed", "lora", "tokenizer", "chat_format"),
+    *("quantization", "state_dtype", "task", "eos", "revision"),
 )
 
 
@@ -34,7 +39,7 @@ def machine_facts() -> dict[str, str]:
             facts[name] = version(name)
         except PackageNotFoundError:
             facts[name] = "none"
-    return facts | {"processor": _processor()}
+    return facts | _processor()
 
 
 def bits_depend_on(llm: LLM) -> dict[str, Any]:
@@ -44,6 +49,10 @@ def bits_depend_on(llm: LLM) -> dict[str, Any]:
     facts["device"] = "CPU" if config.device == "cpu" else torch.cuda.get_device_name(config.device_index)
     facts["dtype"] = str(config.dtype).removeprefix("torch.")
     facts["ranks"] = config.tensor_parallel_size
+    format = config.weight_format
+    facts["quantization"] = "none" if format is None else format.kind or format.name
+    for name in ("kv_cache_dtype", "kv_cache_scales", "state_dtype"):
+        facts[name] = _plain(getattr(config, name))
     return facts | {"weights": engine_fingerprint(llm)}
 
 
@@ -56,7 +65,11 @@ def engine_of(llm: LLM) -> Row:
         options["kv_cache_dtype"] = "auto"
     elif config.device == "cpu" or config.kv_cache_dtype is not None:
         options["kv_cache_dtype"] = "fp8"
-    return {"model": config.hub_id or config.model} | options
+    if config.tokenizer == config.model:
+        options["tokenizer"] = None  # which follows the model, if it is elsewhere
+    places = {"model": config.hub_id or config.model, "tokenizer": options["tokenizer"], "lora": options["lora"]}
+    # Whoever verifies may be in another directory.
+    return options | {name: os.path.realpath(at) if at and os.path.isdir(at) else at for name, at in places.items()}
 
 
 def _plain(value: Any) -> Any:
@@ -68,9 +81,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
     differing = []
     for name in dict.fromkeys((*before, *now)):
         old, new = before.get(name), now.get(name)
-        if old != new:
-            shown = f": it was {old!r} and is now {new!r}" if isinstance(old, str | int) else " are others"
-            differing.append(f"{name}{shown}")
+        if isinstance(old, Mapping) and isinstance(new, Mapping) and old != new:
+            differing.append(f"{name} are others: {files_that_differ(dict(old), dict(new))}")
+        elif old != new:
+            before_now = ("not known" if each is None else repr(each) for each in (old, new))
+            differing.append(f"{name}: it was {' and is now '.join(before_now)}")
     return "; ".join(differing)
 
 
@@ -85,11 +100,22 @@ def _hash_of_code() -> str:
     return digest.hexdigest()
 
 
-def _processor() -> str:
-    """The name of the CPU's model, which decides what its libraries compute with."""
+def _processor() -> dict[str, str]:
+    """The CPU and its vector instructions, by which its libraries choose how they sum. Names alone may be those of a
+    virtual machine, which several processors have."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
-        return platform.processor() or platform.machine()
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(named, platform.machine())
+        lines = []
+    said: dict[str, str] = {}
+    for line in lines:
+        name, _, value = line.partition(":")
+        said.setdefault(name.strip(), value.strip())
+    numbers = [f"{name} {said[name]}" for name in ("cpu family", "model", "stepping") if name in said]
+    flags = said.get("flags", said.get("Features", "")).split()
+    used = [torch.backends.cpu.get_cpu_capability(), *sorted(flag for flag in flags if flag.startswith(_VECTOR_FLAGS))]
+    limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
+    return {
+        "processor": ", ".join([said.get("model name") or platform.processor() or platform.machine(), *numbers]),
+        "instructions": " ".join([*used, *limits]),
+    }

@@ -23,6 +23,7 @@ class Columns:
     prompt_column: str | None = None  # None: one of PROMPTS
     id_column: str = option("id", Rule(lambda name: isinstance(name, str) and name != "", "a column's name"))
     template: str | None = None  # makes the prompt of columns: "Summarise: {text}"
+    keeps_receipts: bool = False  # whether rows have receipts: an engine's option decides it
 
     PROMPTS: ClassVar[tuple[str, ...]]
 
@@ -33,8 +34,8 @@ class Columns:
         _ = self._template_parts
 
     def given(self) -> Row:
-        """Those of the options, apart from `sampling`, that are not as by default."""
-        names = [option.name for option in fields(self) if option.name != "sampling"]
+        """Those of the options, apart from `sampling` and the engine's, that are not as by default."""
+        names = [option.name for option in fields(self) if option.name not in ("sampling", "keeps_receipts")]
         defaults = type(self)()
         return {name: getattr(self, name) for name in names if getattr(self, name) != getattr(defaults, name)}
 

@@ -3,15 +3,19 @@
 import os
 import random
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm import LLM
 from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, differences, machine_facts
-from nanovllm.jobs.folder import JobFolder, json_rows
-from nanovllm.jobs.lines import Row
+from nanovllm.jobs.folder import JobFolder
+from nanovllm.jobs.inputs import require_pyarrow
+from nanovllm.jobs.lines import Row, from_json
+from nanovllm.jobs.pooled_receipts import pooled_again, pooled_difference
 from nanovllm.jobs.receipts import RECEIPT, params_of, samples_of
 from nanovllm.utils.checks import is_int, require
+from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import parse_json
 
 
@@ -33,35 +37,52 @@ def verify_batch(
     sample: int | None = 100,
     seed: int = 0,
     alone: bool = False,
-    model: LLM | None = None,
+    model: LLM | str | os.PathLike[str] | None = None,
     use_tqdm: bool = True,
 ) -> Verified:
-    """Answer lines of a job again, and compare tokens and log-probabilities bit by bit.
+    """Answer lines of a job again, and compare bit by bit: tokens and log-probabilities; or vectors, classes and
+    scores, those of receipts and those that rows show.
 
     Args:
         output: the job's folder or file.
         sample: how many lines, drawn with the seed; None for all.
         alone: answer them one by one; False: in each other's company, which is not that of the job.
-        model: an engine with the options of the job's; None makes one.
+        model: where the job's model is now, if it has moved; or an engine with the options of the job's. None makes
+            one of the model where it was.
 
     Raises:
         ValueError: the job is not deterministic, or its bits depend on something that is another one here; the message
-            says what differs.
+            says what differs. Or it has no answers yet, or one without a receipt.
+        FileNotFoundError: the model is no longer where it was.
     """
     require("sample", sample, sample is None or is_int(sample, 1, 2**63), "a positive integer, or None for all lines")
     folder = JobFolder(output)
+    if folder.file is not None and not folder.path.exists():
+        raise folder.refusal("is not what a job has written into one file; give the job's folder, or that file")
     manifest = folder.read_manifest()
     if manifest is None:
         raise folder.refusal("no job has begun here")
     if BITS not in manifest or ENGINE not in manifest:
-        raise folder.refusal("the job was not deterministic, so no bits are promised: run it with deterministic=True")
-    known: Row = manifest[BITS]
+        reason = "the job was not deterministic, so no bits are promised: run it with deterministic=True"
+        raise folder.refusal(f"{reason} (--deterministic)")
     facts = machine_facts()
-    _refuse_others(folder, {name: known.get(name) for name in facts}, facts)
+    _refuse_others(folder, {name: manifest[BITS].get(name) for name in facts}, facts)
+    if isinstance(model, LLM):
+        return _verify(folder, model, manifest, sample, seed, alone, use_tqdm)
+    with _engine(manifest[ENGINE], model, use_tqdm) as llm:
+        return _verify(folder, llm, manifest, sample, seed, alone, use_tqdm)
+
+
+def _engine(options: Row, model: str | os.PathLike[str] | None, use_tqdm: bool) -> LLM:
+    """An engine as the job's. model: where it is now; None: where it was."""
     if model is not None:
-        return _verify(folder, model, known, sample, seed, alone, use_tqdm)
-    with LLM(**manifest[ENGINE], deterministic=True, use_tqdm=use_tqdm) as llm:
-        return _verify(folder, llm, known, sample, seed, alone, use_tqdm)
+        options = options | {"model": os.fspath(model), "revision": None}
+    try:
+        return LLM(**options, deterministic=True, use_tqdm=use_tqdm)
+    except FileNotFoundError as error:
+        if model is not None:
+            raise
+        raise FileNotFoundError(f"{error}; if it has moved, model (--model) says where it is") from error
 
 
 def _refuse_others(folder: JobFolder, known: Row, now: Row) -> None:
@@ -70,49 +91,97 @@ def _refuse_others(folder: JobFolder, known: Row, now: Row) -> None:
 
 
 def _verify(
-    folder: JobFolder, llm: LLM, known: Row, sample: int | None, seed: int, alone: bool, use_tqdm: bool
+    folder: JobFolder, llm: LLM, manifest: Row, sample: int | None, seed: int, alone: bool, use_tqdm: bool
 ) -> Verified:
     require("model", "LLM", llm.config.deterministic, "an LLM with deterministic=True")
-    _refuse_others(folder, known, bits_depend_on(llm))
-    num_lines = sum(1 for _ in _receipts(folder))
+    _refuse_others(folder, manifest[BITS], bits_depend_on(llm))
+    counts = {part: _num_rows(part) for part in folder.parts()}
+    num_lines = sum(counts.values())
+    if not num_lines:
+        raise folder.refusal("holds no complete part of answers yet; the job's own command goes on with it")
     chosen = range(num_lines)
     if sample is not None and sample < num_lines:
-        chosen = random.Random(seed).sample(chosen, sample)  # type: ignore[assignment]
-    wanted = set(chosen)
-    rows = [row for index, row in enumerate(_receipts(folder)) if index in wanted]
-    prompts, params = [row[1]["prompt_token_ids"] for row in rows], [params_of(row[1]) for row in rows]
+        chosen = sorted(random.Random(seed).sample(chosen, sample))  # type: ignore[assignment]
+    rows = list(_rows(counts, set(chosen)))
+    receipts = [receipt for _, receipt in rows]
+    job = manifest["job"]
     outputs: Iterable[Any]
-    if alone:
-        outputs = (
-            llm.generate([prompt], [each], use_tqdm=False)[0] for prompt, each in zip(prompts, params, strict=True)
-        )
+    if job.get("task", "generate") == "generate":
+        outputs, differs = _generated_again(llm, receipts, alone, use_tqdm), _generated_difference
     else:
-        outputs = llm.generate(prompts, params, use_tqdm=use_tqdm)
-    for number, ((line_id, receipt), again) in enumerate(zip(rows, outputs, strict=True), 1):
-        if (difference := _first_difference(receipt["samples"], samples_of(again))) is not None:
-            return Verified(number, num_lines, f"line {line_id!r}: {difference}")
+        outputs = pooled_again(llm, receipts, alone)
+        differs = partial(pooled_difference, dtype=job.get("embedding_dtype", "float32"))
+    for number, ((row, receipt), again) in enumerate(zip(rows, outputs, strict=True), 1):
+        if (difference := differs(row, receipt, again)) is not None:
+            return Verified(number, num_lines, f"line {_id_of(row)!r}: {difference}")
     return Verified(len(rows), num_lines, None)
 
 
-def _receipts(folder: JobFolder) -> Iterator[tuple[Any, Row]]:
-    """The id and the receipt of each answer in complete parts."""
-    for part in folder.parts():
-        rows = _parquet_rows(part) if part.suffix == ".parquet" else (row for _, row in json_rows(part))
-        for row in rows:
+def _num_rows(part: Path) -> int:
+    if part.suffix == ".parquet":
+        with _open_parquet(part) as rows:
+            return rows.metadata.num_rows
+    with names_file(part), open(part, "rb") as file:
+        return sum(raw.endswith(b"\n") for raw in file)
+
+
+def _rows(counts: dict[Path, int], wanted: set[int]) -> Iterator[tuple[Row, Row]]:
+    """The answers at these places with their receipts. counts: rows of each part."""
+    first = 0
+    for part, num_rows in counts.items():
+        places = {place - first for place in wanted if first <= place < first + num_rows}
+        for row in _parquet_rows(part, places) if part.suffix == ".parquet" else _json_rows(part, places):
             receipt = row.get(RECEIPT)
             if isinstance(receipt, str):
                 receipt = parse_json(receipt)
-            if not isinstance(receipt, dict):
-                raise ValueError(f"{part}: has an answer without a receipt")
-            yield row.get("id", row.get("custom_id")), receipt
+            if not isinstance(receipt, dict) or "params" not in receipt:
+                raise ValueError(f"{part}: line {_id_of(row)!r} has no receipt")
+            yield row, receipt
+        first += num_rows
 
 
-def _parquet_rows(part: Path) -> Iterator[Row]:
+def _id_of(row: Row) -> Any:
+    return row.get("custom_id" if "response" in row and "num_prompt_tokens" not in row else "id")
+
+
+def _json_rows(part: Path, places: set[int]) -> Iterator[Row]:
+    with names_file(part), open(part, "rb") as file:
+        for place, raw in enumerate(file):
+            if place in places:
+                try:
+                    yield from_json(raw)
+                except ValueError as error:
+                    raise ValueError(f"{part}:{place + 1}: {error}") from None
+
+
+def _open_parquet(part: Path) -> Any:
+    """Raises ImportError without pyarrow."""
+    require_pyarrow()
     from pyarrow.parquet import ParquetFile
 
-    with open(part, "rb") as file, ParquetFile(file) as rows:
-        for batch in rows.iter_batches(columns=["id", RECEIPT]):
-            yield from batch.to_pylist()
+    return ParquetFile(part)
+
+
+def _parquet_rows(part: Path, places: set[int]) -> Iterator[Row]:
+    first = 0
+    with _open_parquet(part) as rows:
+        for batch in rows.iter_batches():
+            for place in range(batch.num_rows):
+                if first + place in places:
+                    yield batch.slice(place, 1).to_pylist()[0]
+            first += batch.num_rows
+
+
+def _generated_again(llm: LLM, receipts: list[Row], alone: bool, use_tqdm: bool) -> Iterable[Any]:
+    prompts, params = [each["prompt_token_ids"] for each in receipts], [params_of(each) for each in receipts]
+    if not alone:
+        return llm.generate(prompts, params, use_tqdm=use_tqdm)
+    pairs = zip(prompts, params, strict=True)
+    return (llm.generate([prompt], [each], use_tqdm=False)[0] for prompt, each in pairs)
+
+
+def _generated_difference(row: Row, receipt: Row, again: Any) -> str | None:
+    return _first_difference(receipt["samples"], samples_of(again))
 
 
 def _first_difference(before: list[Row], now: list[Row]) -> str | None:

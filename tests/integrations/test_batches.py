@@ -117,6 +117,16 @@ def test_a_batch_from_file_to_answers(server, endpoint):
     assert not server.store.job_folder(batch.id).exists(), "the answers are kept once"
 
 
+def test_a_deterministic_engine_answers_in_openais_format_alone(path, tmp_path):
+    options = {"max_model_len": 400, "num_kvcache_blocks": 64, "kvcache_block_size": 16, "deterministic": True}
+    with make_llm(path, skip_tokenizer_init=False, **options) as llm, served(llm, tmp_path / "batches") as server:
+        file = server.upload([request(i, CHAT) for i in range(3)])
+        batch = server.client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        batch = server.ended(batch)
+        rows = server.lines(batch.output_file_id)
+    assert [sorted(row) for row in rows] == [["custom_id", "error", "id", "response"]] * 3
+
+
 def test_wrong_bodies_are_errors_of_their_lines(server):
     rows = [
         request(0),

@@ -242,7 +242,8 @@ def test_lines_of_several_threads_share_an_engine(path, llm):
                 for i, (row, line) in enumerate(zip(ROWS, lines, strict=False))
             ]
             outputs = [output for _, output in engine.answer(given)]
-            found = np.stack([output["outputs"][0]["embedding"] for output in outputs])
+            asked = [task.as_asked(each.line, output["outputs"]) for each, output in zip(given, outputs, strict=True)]
+            found = np.stack([output["embedding"] for (output,) in asked])
             np.testing.assert_allclose(found, embedded(llm, TEXTS[start : start + 6]), atol=1e-5)
             assert {task.num_tokens(output) > 0 for output in outputs} == {True}
 

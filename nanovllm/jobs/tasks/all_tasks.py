@@ -29,7 +29,7 @@ def make_task(name: str, sampling: Row, options: Row, keeps_receipts: bool = Fal
     Args:
         sampling: options of SamplingParams, which only generation has.
         options: of any task's lines. One that the task does not have must be as by default.
-        keeps_receipts: whether the engine is deterministic. Only generation has receipts.
+        keeps_receipts: whether the engine is deterministic.
 
     Raises ValueError or TypeError.
     """
@@ -44,10 +44,9 @@ def make_task(name: str, sampling: Row, options: Row, keeps_receipts: bool = Fal
         if option not in own and value is not None and value != _DEFAULTS[option]:
             of = " and ".join(repr(each) for each in NAMES if option in _options_of(each))
             raise ValueError(f"{option}={quoted(value)}: is an option of task={of}, and this job has task={name!r}")
-    if keeps_receipts and name != "generate":
-        raise ValueError(f"task={name!r}: must be 'generate' with deterministic=True: vectors have no receipts yet")
-    line_format = ReceiptFormat if keeps_receipts else _FORMATS[name]
-    return _TASKS[name](line_format(**{option: value for option, value in options.items() if option in own}))
+    line_format = ReceiptFormat if keeps_receipts and name == "generate" else _FORMATS[name]
+    given = {option: value for option, value in options.items() if option in own}
+    return _TASKS[name](line_format(**given, keeps_receipts=keeps_receipts))
 
 
 def _options_of(name: str) -> set[str]:

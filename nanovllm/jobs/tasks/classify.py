@@ -3,14 +3,13 @@
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanovllm import PromptEncoder, as_conversations
 from nanovllm.jobs.lines import Row
-from nanovllm.jobs.tasks.pooled import ROW_KEYS, PooledLine, PooledTask, TextFormat
+from nanovllm.jobs.tasks.pooled import PooledLine, PooledTask, TextFormat
 from nanovllm.openai_format.pooled_calls import ClassifyCall
 from nanovllm.utils.text_json import parse_json
 
@@ -23,6 +22,7 @@ class ClassifyFormat(TextFormat):
     """Lines may hold a conversation too, for the chat template: what a reward model judges."""
 
     PROMPTS = (*TextFormat.PROMPTS, "messages")
+    ANSWERS = ("label", "probs", "logits")
 
     def read(self, row: Row) -> PooledLine:
         name, value = self._prompt(row)
@@ -37,10 +37,6 @@ class ClassifyFormat(TextFormat):
             return PooledLine(as_conversations([value]), self.data(row))
         except ValueError as error:
             raise ValueError(f"{name}: {str(error).removeprefix('conversation 0, ')}") from None
-
-    @cached_property
-    def added_keys(self) -> tuple[str, ...]:
-        return (*ROW_KEYS, "label", "probs", "logits")
 
 
 @dataclass(frozen=True)

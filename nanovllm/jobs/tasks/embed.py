@@ -9,7 +9,7 @@ import numpy as np
 
 from nanovllm import PromptEncoder
 from nanovllm.jobs.lines import Row
-from nanovllm.jobs.tasks.pooled import ROW_KEYS, PooledLine, PooledTask, TextFormat
+from nanovllm.jobs.tasks.pooled import PooledLine, PooledTask, TextFormat
 from nanovllm.openai_format.pooled_calls import EmbeddingCall
 from nanovllm.utils.checks import quoted
 from nanovllm.utils.rules import one_of, option
@@ -17,10 +17,14 @@ from nanovllm.utils.rules import one_of, option
 if TYPE_CHECKING:  # The reading process has no torch.
     from nanovllm import LLM, PoolingParams, RequestChecker
 
+_TINY = np.float32(1e-12)  # LLM.embed's, by which a vector of zeros stays one
+
 
 @dataclass(frozen=True)
 class EmbedFormat(TextFormat):
     """The options of LLM.embed, and the type of the numbers. Raises ValueError for a wrong one."""
+
+    ANSWERS = ("embedding",)
 
     pooling: str = "auto"
     normalize: bool = True
@@ -31,10 +35,6 @@ class EmbedFormat(TextFormat):
     def __post_init__(self) -> None:
         super().__post_init__()
         _ = self.params
-
-    @cached_property
-    def added_keys(self) -> tuple[str, ...]:
-        return (*ROW_KEYS, "embedding")
 
     @cached_property
     def params(self) -> "PoolingParams":
@@ -89,29 +89,26 @@ class Embed(PooledTask):
         return self.line_format.dimensions if own is None else own
 
     def iterate(self, llm: "LLM", inputs: Iterator[Any]) -> Iterator[tuple[int, Any]]:
-        # All dimensions: a line may ask for more of them than the job does.
-        asked: Any = {"pooling": self.line_format.pooling, "normalize": self.line_format.normalize}
+        # All dimensions, of any length: a line may ask for more of them than the job does.
+        asked: Any = {"pooling": self.line_format.pooling, "normalize": False}
         name = self.line_format.prompt_name if self.prefix is None else None
         return llm.embed_iter(inputs, prompt_name=name, on_error="return", **asked)
 
     def _answer(self, line: PooledLine, outputs: list[Any]) -> Row:
-        vector = self._cut(outputs[0]["embedding"], self._dimensions(line))
+        vector = outputs[0]["embedding"]
         with np.errstate(over="ignore"):  # What is too large for float16 becomes infinite, which no row may hold.
             return {"embedding": vector.astype(self.line_format.embedding_dtype)}
 
-    def _of_call(self, call: EmbeddingCall, outputs: list[Any]) -> list[Any]:
-        size = self._dimensions(PooledLine([], {}, call))
+    def as_asked(self, line: PooledLine, outputs: list[Any]) -> list[Any]:
+        size = self._dimensions(line)
         return [{**output, "embedding": self._cut(output["embedding"], size)} for output in outputs]
 
     def _cut(self, vector: np.ndarray, size: int | None) -> np.ndarray:
-        """Raises ValueError for a size that is too large."""
-        if size is None:
-            return vector
-        if size > len(vector):
+        """The bits that LLM.embed gives. Raises ValueError for a size that is too large."""
+        if size is not None and size > len(vector):
             raise ValueError(f"dimensions={size}: must be in 1..{len(vector)}, the model's hidden_size")
         vector = vector[:size]
-        length = np.linalg.norm(vector)
-        return vector / length if self.line_format.normalize and length > 0 else vector
+        return vector / max(np.linalg.norm(vector), _TINY) if self.line_format.normalize else vector
 
     def columns(self) -> Row:
         return super().columns() | {"embedding": np.dtype(self.line_format.embedding_dtype)}

@@ -4,6 +4,7 @@ from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 from uuid import uuid4
@@ -12,7 +13,9 @@ from nanovllm import PromptEncoder
 from nanovllm.jobs.columns import Columns
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import LineId, Row
+from nanovllm.jobs.pooled_receipts import pooled_receipt
 from nanovllm.jobs.prepared import Prepared
+from nanovllm.jobs.receipts import RECEIPT
 from nanovllm.jobs.task import Output, Task
 from nanovllm.openai_format.openai_batch import Responder, is_request
 from nanovllm.openai_format.pooled_calls import PooledCall, read_text_or_tokens
@@ -54,8 +57,25 @@ class PooledLine(NamedTuple):
 
 
 @dataclass(frozen=True)
+class PooledFormat(Columns):
+    """How lines of these tasks are read.
+
+    Attributes:
+        ANSWERS: what a row may have of the model, beside ROW_KEYS.
+    """
+
+    ANSWERS: ClassVar[tuple[str, ...]]
+
+    @cached_property
+    def added_keys(self) -> tuple[str, ...]:
+        return (*ROW_KEYS, *self.ANSWERS, *([RECEIPT] if self.keeps_receipts else []))
+
+
+@dataclass(frozen=True)
 class PooledTask(Task):
     """Lines are texts, or requests in OpenAI's batch format, and rows have what a model says of them."""
+
+    line_format: PooledFormat
 
     counter = "prompt_tokens"
     call: ClassVar[type[PooledCall]]
@@ -125,6 +145,10 @@ class PooledTask(Task):
     def iterate(self, llm: "LLM", inputs: Iterator[Any]) -> Iterator[tuple[int, Any]]:
         """LLM's iterator over inputs, with on_error="return"."""
 
+    def prompt_of(self, llm: "LLM", given: Any) -> Any:
+        """The token ids that an engine computes for an input, for its receipt; of a wrong one anything."""
+        return given
+
     def answer(self, llm: "LLM", lines: Iterator[Prepared | None]) -> Iterator[tuple[Prepared, Output]]:
         from nanovllm import NO_PROMPT
 
@@ -137,6 +161,8 @@ class PooledTask(Task):
                     yield NO_PROMPT
                     continue
                 gathered = _Gathered(prepared)
+                if self.line_format.keeps_receipts:
+                    gathered.prompts = [self.prompt_of(llm, each) for each in prepared.line.inputs]
                 for place, each in enumerate(prepared.line.inputs):
                     under_way[next(indices)] = gathered, place
                     yield each
@@ -154,23 +180,25 @@ class PooledTask(Task):
     # -- rows ------------------------------------------------------------------------------------------------------
 
     def row(self, line_id: LineId, line: PooledLine, output: Output, responder: Responder) -> Row:
-        outputs: list[Any] = output["outputs"]
+        outputs = self.as_asked(line, output["outputs"])
+        receipt: Row = {}
+        if self.line_format.keeps_receipts:
+            receipt[RECEIPT] = pooled_receipt(self.params(line), output["prompts"], outputs)
         if line.call is None:
             num_tokens = sum(each["num_prompt_tokens"] for each in outputs)
-            return {"id": line_id, "num_prompt_tokens": num_tokens} | self._answer(line, outputs) | line.columns
-        body = line.call.answer(self._of_call(line.call, outputs), responder.model)
+            row = {"id": line_id, "num_prompt_tokens": num_tokens} | self._answer(line, outputs)
+            return row | line.columns | receipt
+        body = line.call.answer(outputs, responder.model)
         head = {"id": f"batch_req_{uuid4().hex}", "custom_id": line_id}
-        return head | {
-            "response": {"status_code": 200, "request_id": body.get("id", head["id"]), "body": body},
-            "error": None,
-        }
+        response = {"status_code": 200, "request_id": body.get("id", head["id"]), "body": body}
+        return head | {"response": response, "error": None} | receipt
 
     @abstractmethod
     def _answer(self, line: PooledLine, outputs: list[Any]) -> Row:
         """What a row has beside ROW_KEYS and the columns. outputs: of the line's inputs."""
 
-    def _of_call(self, call: Any, outputs: list[Any]) -> list[Any]:
-        """Outputs as the answer to a request has them."""
+    def as_asked(self, line: PooledLine, outputs: list[Any]) -> list[Any]:
+        """Outputs as an engine gives them for `params` of the line. Raises ValueError if there can be none."""
         return outputs
 
     def columns(self) -> Row:
@@ -178,12 +206,22 @@ class PooledTask(Task):
 
         return {"id": pa.string(), "num_prompt_tokens": pa.int64()}
 
+    def last_columns(self) -> Row:
+        import pyarrow as pa
+
+        return {RECEIPT: pa.string()} if self.line_format.keeps_receipts else {}
+
 
 class _Gathered:
-    """The outputs of a line's inputs, as they come."""
+    """The outputs of a line's inputs, as they come.
+
+    Attributes:
+        prompts: token ids of the inputs, if the job keeps receipts.
+    """
 
     def __init__(self, prepared: Prepared):
         self.prepared = prepared
+        self.prompts: list[Any] = []
         self._outputs: list[Any] = [None] * len(prepared.line.inputs)
         self._num_left = len(self._outputs)
 
@@ -196,7 +234,7 @@ class _Gathered:
         for place, output in enumerate(self._outputs):
             if "error" in output:
                 return {"error": str(_of_input(place, ValueError(output["error"]), len(self._outputs)))}
-        return {"outputs": self._outputs}
+        return {"outputs": self._outputs, "prompts": self.prompts}
 
 
 def _of_input(place: int, error: Exception, num_inputs: int) -> Exception:
@@ -240,7 +278,7 @@ class PooledPreparer:
 
 
 @dataclass(frozen=True)
-class TextFormat(Columns):
+class TextFormat(PooledFormat):
     """How lines are read that hold one text. It is a text or token ids. Raises ValueError for a wrong option."""
 
     PROMPTS: ClassVar[tuple[str, ...]] = ("prompt", "prompt_token_ids", "text")

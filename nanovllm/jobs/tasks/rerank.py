@@ -1,14 +1,14 @@
 """The task "rerank": how well each line's document, or each of its documents, answers its query."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import PromptEncoder
-from nanovllm.jobs.columns import Columns, is_missing
+from nanovllm.jobs.columns import is_missing
 from nanovllm.jobs.lines import Row
-from nanovllm.jobs.tasks.pooled import ROW_KEYS, PooledLine, PooledTask
+from nanovllm.jobs.tasks.pooled import PooledFormat, PooledLine, PooledTask
 from nanovllm.openai_format.pooled_calls import RankCall, ranked, read_document, read_documents
 from nanovllm.utils.checks import quoted, require
 
@@ -17,10 +17,11 @@ if TYPE_CHECKING:  # The reading process has no torch.
 
 
 @dataclass(frozen=True)
-class RankFormat(Columns):
+class RankFormat(PooledFormat):
     """How lines with a query and documents are read. Raises ValueError for a wrong option."""
 
     PROMPTS = ("query", "document", "documents")
+    ANSWERS = ("relevance_score", "results")
 
     instruction: str | None = None  # as LLM.rerank takes it
 
@@ -31,10 +32,6 @@ class RankFormat(Columns):
         super().__post_init__()
         is_text = self.instruction is None or isinstance(self.instruction, str)
         require("instruction", self.instruction, is_text, "a text, or None")
-
-    @cached_property
-    def added_keys(self) -> tuple[str, ...]:
-        return (*ROW_KEYS, "relevance_score", "results")
 
     def check_columns(self, columns: list[str]) -> None:
         names = ", ".join(map(repr, columns[:20]))
@@ -84,6 +81,11 @@ class Rerank(PooledTask):
 
     def iterate(self, llm: "LLM", inputs: Iterator[Any]) -> Iterator[tuple[int, Any]]:
         return llm.rerank_iter(inputs, instruction=self.line_format.instruction, on_error="return")
+
+    def prompt_of(self, llm: "LLM", given: Any) -> Any:
+        with suppress(TypeError, ValueError):  # Its output will say what is wrong with it.
+            query, document = given
+            return llm.rank_prompts(query, [document], self.line_format.instruction)[0]
 
     def _answer(self, line: PooledLine, outputs: list[Any]) -> Row:
         if not line.is_list:

@@ -71,7 +71,9 @@ class _LineEngine:
 
 
 class BatchArguments(Arguments):
-    """Those of a served model."""
+    """Those of a served model. What is written is OpenAI's format alone."""
+
+    MAY_KEEP_RECEIPTS = False
 
     def __init__(
         self,
