@@ -1,8 +1,10 @@
 """Prompts with images, held to transformers: float32 on the CPU, token for token, on tiny random checkpoints."""
 
+import json
 import math
 import pickle
 import shutil
+import threading
 from copy import copy
 from functools import cache
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ from checkpoints import (
     VOCAB_SIZE,
     assert_idle,
     complete,
+    edit_json,
     edit_tensors,
     generate,
     greedy,
@@ -24,7 +27,16 @@ from checkpoints import (
 )
 from replay import Replay
 from thread_ranks import make_llm_of_ranks
-from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, VisionReference, draw_image, make_vision_checkpoint
+from vision_checkpoints import (
+    BEGIN,
+    END,
+    IMAGE,
+    VISION_FAMILIES,
+    VisionReference,
+    draw_image,
+    make_vision_checkpoint,
+    turn_experts,
+)
 
 from nanovllm import LLM, find_image_reader, reads_images
 from nanovllm.config import Config
@@ -32,6 +44,7 @@ from nanovllm.engine.features.images.image_sequence import ThinkingImageSequence
 from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.images import ImagePrompt, load_processor
 from nanovllm.engine.start.memory import largest_prefill
+from nanovllm.engine.text import image_prompts, image_reader
 from nanovllm.fit import needs
 from nanovllm.models import qwen3_vl, vision
 from nanovllm.models.gemma3 import Gemma3Vision
@@ -93,12 +106,12 @@ def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case, fami
         assert_idle(llm)
 
 
-@each_family("qwen3_5_moe")
+@each_family("qwen3_5_moe", "qwen3_vl_moe")
 @pytest.mark.parametrize("overlap_steps", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
     encoded = []
     limits = {"num_kvcache_blocks": 8, "max_num_batched_tokens": 23, "max_num_seqs": 4, "max_model_len": 112}
-    if family == "gemma4":  # whose images have 70 rows, small ones too
+    if family.startswith("gemma4"):  # whose images have 70 rows, small ones too
         limits |= {"num_kvcache_blocks": 20, "max_num_batched_tokens": 75, "max_model_len": 300}
     with make_llm(case.path, **limits, overlap_steps=overlap_steps, enable_prefix_caching=False) as llm:
         llm.model_runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
@@ -110,7 +123,7 @@ def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
         assert encoded.count(4 * 64) == 2
 
 
-@each_family("qwen3_5_moe")
+@each_family("qwen3_5_moe", "qwen3_vl_moe")
 def test_equal_tokens_of_other_images_are_not_shared(case, family):
     """Nor what follows them; what precedes them is."""
     image, other = (draw_image(128, 128, seed) for seed in (10, 11))
@@ -120,8 +133,8 @@ def test_equal_tokens_of_other_images_are_not_shared(case, family):
     assert expected[0] != expected[1]
     with make_llm(case.path) as llm:
         # Whole blocks, or chunks of states. Gemma's images have 16 rows.
-        known = {"qwen3_vl": (0, 16, 80, 80), "gemma3": (0, 16, 32, 32), "gemma4": (0, 16, 80, 80)}
-        counts = known.get(family, (0, 0, 64, 64))
+        known = {"gemma3": (0, 16, 32, 32), "qwen3_5": (0, 0, 64, 64), "qwen3_5_moe": (0, 0, 64, 64)}
+        counts = known.get(family, (0, 16, 80, 80))
         for prompt, completion, num_cached in zip(prompts * 2, expected * 2, counts, strict=True):
             (output,) = generate(llm, [prompt], greedy(6))
             assert (output["token_ids"], output["num_cached_tokens"]) == (completion, num_cached)
@@ -154,11 +167,11 @@ def test_batches_of_patches(case):
 
 @each_family("qwen3_5_moe", "qwen3_5", "gemma3")
 def test_two_ranks(case, family):
-    with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=75 if family == "gemma4" else 50) as llm:
+    with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=75 if family.startswith("gemma4") else 50) as llm:
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
 
 
-@each_family("qwen3_5_moe", "gemma3", "gemma4")
+@each_family("qwen3_5_moe", "qwen3_vl_moe", "gemma3", "gemma4", "gemma4_unified")
 def test_speculation(case, family, monkeypatch):
     """Proposed tokens have positions too."""
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
@@ -208,6 +221,29 @@ def test_a_path_and_what_a_reader_has_prepared(case, tmp_path):
         assert llm.scheduler.num_prefix_hits > 0  # The hash is of what was decoded.
 
 
+def test_threads_read_the_images_of_a_call_side_by_side(case, tmp_path, monkeypatch):
+    """Each waits until the others are read as well. What is wrong with one is its prompt's error."""
+    monkeypatch.setattr(image_prompts, "image_threads", lambda: 3)
+    all_three, read_image = threading.Barrier(3), image_reader.read_image
+
+    def read(source, rules):
+        all_three.wait(timeout=60)
+        return read_image(source, rules=rules)
+
+    monkeypatch.setattr(image_reader, "read_image", read)
+    one, several, text, _ = case.prompts
+    with make_llm(case.path) as llm:
+        assert complete(llm, [several, text], greedy(NUM_TOKENS)) == case.expected[1:3]
+        wrong = one | {"images": ["/nowhere.png"]}
+        outputs = llm.generate([one, wrong, text, one], greedy(NUM_TOKENS), False, on_error="return")
+        assert "prompts[1]: images[0]: image '/nowhere.png': it cannot be read" in outputs[1]["error"]
+        assert [outputs[i]["token_ids"] for i in (0, 2, 3)] == [case.expected[i] for i in (0, 2, 0)]
+        request, done = llm.add_request(several, greedy(NUM_TOKENS)), {}
+        while not llm.is_finished():
+            done |= dict(llm.step()[0])
+        assert done[request] == case.expected[1]
+
+
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
@@ -249,6 +285,33 @@ def test_gemmas_text_around_an_image():
     assert spec.write_images("a <begin> b <begin>", Tokenizer) == (
         "a \n\n<begin><row><end>\n\n b \n\n<begin><row><end>\n\n"
     )
+
+
+@needs_family("qwen3_vl_moe")
+def test_experts_in_both_layouts(make_case, tmp_path):
+    """Checkpoints have the matrices of a layer's experts transposed, and transformers 5 has them as they are used:
+    weights that are handed over while an engine runs come like that, and some releases have saved them so."""
+    case = make_case("qwen3_vl_moe")
+    path, shapes = shutil.copytree(case.path, tmp_path / "model"), []
+
+    def turn(tensors):
+        names = [f"model.language_model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        shapes.append([list(tensors[name].shape) for name in names])
+        turn_experts(tensors, as_published=False)
+        shapes.append([list(tensors[name].shape) for name in names])
+
+    edit_tensors(path, turn)
+    assert shapes == [[[4, 64, 96], [4, 48, 64]], [[4, 96, 64], [4, 64, 48]]]
+    prompts, expected = case.prompts[:1], case.expected[:1]
+    with make_llm(path) as llm:
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
+    with make_llm(case.path) as llm:
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
+        experts = {name: x for name, x in case.reference.model.named_parameters() if ".experts." in name}
+        llm.update_weights((name, torch.zeros_like(x)) for name, x in experts.items())
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) != expected
+        llm.update_weights(experts.items())
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
 
 
 def test_only_completions_can_be_asked_for(case):
@@ -328,15 +391,22 @@ def test_what_a_tower_is_told_of_the_sizes_changes_nothing(case, monkeypatch):
     assert torch.equal(found, expected)
 
 
-@each_family("qwen3_5_moe", "qwen3_5")
+@each_family("qwen3_5_moe", "qwen3_vl_moe", "qwen3_5")
 def test_image_processors(case, family, tmp_path):
     """As the checkpoint describes it, or its family's usual one. Either says how many rows an image has before it is
     decoded."""
     path = shutil.copytree(case.path, tmp_path / "model")
     spec = find_vision(Config(str(path), device="cpu").hf_config)
     described = load_processor(spec, path)
-    (path / "preprocessor_config.json").unlink()
-    for processor in (described, load_processor(spec, path)):
+    file = path / "preprocessor_config.json"
+    content = json.loads(file.read_text())
+    file.unlink()
+    newer_file = path / "processor_config.json"  # Newer checkpoints have it here.
+    edit_json(newer_file, image_processor=content | {"resample": 2})
+    newer = load_processor(spec, path)
+    assert (newer.resample, newer.size) == (2, described.size)
+    newer_file.unlink()
+    for processor in (described, newer, load_processor(spec, path)):
         image = case.images["wide"]
         assert spec.num_rows(processor, image.height, image.width) == spec.process(processor, image).num_rows
     name, value = next(iter(spec.processor_options().items()))
