@@ -341,8 +341,7 @@ class DecoderForCausalLM(nn.Module, ABC):
     def spec(config) -> DecoderSpec:
         """What this family's configuration asks for."""
 
-    @staticmethod
-    def split_experts(name: str, content: Content) -> dict[str, ExpertPart]:
+    def split_experts(self, name: str, content: Content) -> dict[str, ExpertPart]:
         """What a tensor of a checkpoint consists of, if it is one of several experts (`expert_tensors`)."""
         return stacked_experts(name, content)
 

@@ -60,18 +60,24 @@ def shape_of(content: Content) -> list[int]:
     return list(content.shape) if isinstance(content, Tensor) else content.get_shape()
 
 
-def stacked_experts(name: str, content: Content) -> dict[str, ExpertPart]:
+def stacked_experts(name: str, content: Content, hidden_size: int | None = None) -> dict[str, ExpertPart]:
     """As transformers 5 holds them in memory: gate_up_proj `[num_experts, 2 * intermediate_size, hidden_size]`, of each
-    expert the gate's rows and then up's, and down_proj `[num_experts, hidden_size, intermediate_size]`."""
+    expert the gate's rows and then up's, and down_proj `[num_experts, hidden_size, intermediate_size]`.
+
+    hidden_size: for a family whose checkpoints have both transposed (Qwen3-VL). Tensors that have the shape above are
+    read as they are."""
     folder, _, kind = name.rpartition(".")
     shape = shape_of(content)
     if not folder.endswith(".experts") or len(shape) != 3 or kind not in ("gate_up_proj", "down_proj"):
         return {}
-    num_experts, num_rows, _ = shape
-    projections = ["down_proj"] if kind == "down_proj" else ["gate_proj", "up_proj"]
-    count = num_rows // len(projections)
+    num_experts, *sizes = shape
+    projections, hidden_dim = (["down_proj"], 0) if kind == "down_proj" else (["gate_proj", "up_proj"], 1)
+    is_transposed = hidden_size is not None and sizes[hidden_dim] != hidden_size
+    count = sizes[1 if is_transposed else 0] // len(projections)
     return {
-        f"{folder}.{expert}.{projection}.weight": ExpertPart(content, expert, i * count, count)
+        f"{folder}.{expert}.{projection}.weight": ExpertPart(
+            content, expert, i * count, count, is_transposed=is_transposed
+        )
         for expert in range(num_experts)
         for i, projection in enumerate(projections)
     }

@@ -30,8 +30,7 @@ class GptOssForCausalLM(DecoderForCausalLM):
         ropes, windows = rope_of_layers(config), windows_of_layers(config)
         return DecoderSpec(ropes, windows, qkv_bias=bias, o_bias=bias, sinks=True)
 
-    @staticmethod
-    def split_experts(name: str, content: Content) -> dict[str, ExpertPart]:
+    def split_experts(self, name: str, content: Content) -> dict[str, ExpertPart]:
         return interleaved_experts(name, content)
 
     @staticmethod

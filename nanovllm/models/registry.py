@@ -35,6 +35,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "nanovllm.models.qwen3_moe",
     "Qwen3NextForCausalLM": "nanovllm.models.qwen3_next",
     "Qwen3VLForConditionalGeneration": "nanovllm.models.qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "nanovllm.models.qwen3_vl_moe",
     "Qwen3_5ForCausalLM": "nanovllm.models.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "nanovllm.models.qwen3_5",
     "Qwen3_5MoeForCausalLM": "nanovllm.models.qwen3_5_moe",

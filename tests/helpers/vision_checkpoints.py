@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from checkpoints import VOCAB_SIZE, make_tokenizer, random_prompt, randomize
+from checkpoints import VOCAB_SIZE, edit_tensors, make_tokenizer, random_prompt, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 IMAGE, BEGIN, END, VIDEO = 310, 311, 312, 313  # token ids
@@ -85,13 +85,22 @@ _GEMMA4_TOWER = {
     **{"num_key_value_heads": 2, "head_dim": 16, "patch_size": 4, "pooling_kernel_size": 2},
     **{"position_embedding_size": 64, "standardize": True},
 }
-_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
-_EXPERTS |= {"moe_intermediate_size": 32, "shared_expert_intermediate_size": 48}
+_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Of 8 pairs of dimensions, time has 4.
+_QWEN3_VL_TEXT = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}}
 VISION_FAMILIES = {
     "qwen3_vl": VisionFamily(
         "Qwen3VLForConditionalGeneration",
-        # Of 8 pairs of dimensions, time has 4.
-        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "mrope_section": [4, 2, 2]}},
+        _QWEN3_VL_TEXT,
+        _QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
+        _QWEN_TOKENS,
+        _QWEN_PROCESSOR,
+    ),
+    "qwen3_vl_moe": VisionFamily(
+        "Qwen3VLMoeForConditionalGeneration",
+        # The second of the two layers that images also add to has no experts. No matrix of them is square, because
+        # transformers would not know then whether it is transposed.
+        _QWEN3_VL_TEXT | _EXPERTS | {"moe_intermediate_size": 48, "mlp_only_layers": [1]},
         _QWEN_TOWER | {"deepstack_visual_indexes": [0, 1]},
         _QWEN_TOKENS,
         _QWEN_PROCESSOR,
@@ -119,7 +128,7 @@ VISION_FAMILIES = {
     ),
     "qwen3_5_moe": VisionFamily(
         "Qwen3_5MoeForConditionalGeneration",
-        _QWEN3_5_TEXT | _EXPERTS,
+        _QWEN3_5_TEXT | _EXPERTS | {"shared_expert_intermediate_size": 48},
         _QWEN_TOWER,
         _QWEN_TOKENS,
         _QWEN_PROCESSOR,
@@ -137,6 +146,8 @@ def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
         if name.endswith((".std_bias", ".std_scale")):  # of Gemma 4's tower
             buffer.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
     model.save_pretrained(directory)
+    if family == "qwen3_vl_moe":
+        edit_tensors(directory, lambda tensors: turn_experts(tensors, as_published=True))
     name, options = row.processor
     getattr(transformers, name)(**options).save_pretrained(directory)
     return directory
@@ -156,6 +167,15 @@ def make_image_tokenizer(directory: Path) -> None:
         assert token_id not in known
         content["added_tokens"].append({"id": token_id, "content": name, "special": True} | flags)
     file.write_text(json.dumps(content))
+
+
+def turn_experts(tensors: dict[str, torch.Tensor], as_published: bool) -> None:
+    """Write Qwen3-VL's experts transposed, as they are published, or as transformers 5 holds them in memory and saves
+    them."""
+    for name, tensor in tensors.items():
+        hidden_dim = {"gate_up_proj": 2, "down_proj": 1}.get(name.rpartition(".experts.")[2])
+        if hidden_dim and (tensor.shape[hidden_dim] == _TEXT["hidden_size"]) == as_published:
+            tensors[name] = tensor.transpose(1, 2).contiguous()
 
 
 def draw_image(width: int, height: int, seed: int) -> Any:

@@ -24,7 +24,16 @@ from checkpoints import (
 )
 from replay import Replay
 from thread_ranks import make_llm_of_ranks
-from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, VisionReference, draw_image, make_vision_checkpoint
+from vision_checkpoints import (
+    BEGIN,
+    END,
+    IMAGE,
+    VISION_FAMILIES,
+    VisionReference,
+    draw_image,
+    make_vision_checkpoint,
+    turn_experts,
+)
 
 from nanovllm import LLM, find_image_reader, reads_images
 from nanovllm.config import Config
@@ -93,7 +102,7 @@ def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case, fami
         assert_idle(llm)
 
 
-@each_family("qwen3_5_moe")
+@each_family("qwen3_5_moe", "qwen3_vl_moe")
 @pytest.mark.parametrize("overlap_steps", [True, pytest.param(False, marks=pytest.mark.nightly)])
 def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
     encoded = []
@@ -110,7 +119,7 @@ def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
         assert encoded.count(4 * 64) == 2
 
 
-@each_family("qwen3_5_moe")
+@each_family("qwen3_5_moe", "qwen3_vl_moe")
 def test_equal_tokens_of_other_images_are_not_shared(case, family):
     """Nor what follows them; what precedes them is."""
     image, other = (draw_image(128, 128, seed) for seed in (10, 11))
@@ -120,8 +129,8 @@ def test_equal_tokens_of_other_images_are_not_shared(case, family):
     assert expected[0] != expected[1]
     with make_llm(case.path) as llm:
         # Whole blocks, or chunks of states. Gemma's images have 16 rows.
-        known = {"qwen3_vl": (0, 16, 80, 80), "gemma3": (0, 16, 32, 32), "gemma4": (0, 16, 80, 80)}
-        counts = known.get(family, (0, 0, 64, 64))
+        known = {"gemma3": (0, 16, 32, 32), "qwen3_5": (0, 0, 64, 64), "qwen3_5_moe": (0, 0, 64, 64)}
+        counts = known.get(family, (0, 16, 80, 80))
         for prompt, completion, num_cached in zip(prompts * 2, expected * 2, counts, strict=True):
             (output,) = generate(llm, [prompt], greedy(6))
             assert (output["token_ids"], output["num_cached_tokens"]) == (completion, num_cached)
@@ -158,7 +167,7 @@ def test_two_ranks(case, family):
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
 
 
-@each_family("qwen3_5_moe", "gemma3", "gemma4")
+@each_family("qwen3_5_moe", "qwen3_vl_moe", "gemma3", "gemma4")
 def test_speculation(case, family, monkeypatch):
     """Proposed tokens have positions too."""
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
@@ -251,6 +260,33 @@ def test_gemmas_text_around_an_image():
     )
 
 
+@needs_family("qwen3_vl_moe")
+def test_experts_in_both_layouts(make_case, tmp_path):
+    """Checkpoints have the matrices of a layer's experts transposed, and transformers 5 has them as they are used:
+    weights that are handed over while an engine runs come like that, and some releases have saved them so."""
+    case = make_case("qwen3_vl_moe")
+    path, shapes = shutil.copytree(case.path, tmp_path / "model"), []
+
+    def turn(tensors):
+        names = [f"model.language_model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
+        shapes.append([list(tensors[name].shape) for name in names])
+        turn_experts(tensors, as_published=False)
+        shapes.append([list(tensors[name].shape) for name in names])
+
+    edit_tensors(path, turn)
+    assert shapes == [[[4, 64, 96], [4, 48, 64]], [[4, 96, 64], [4, 64, 48]]]
+    prompts, expected = case.prompts[:1], case.expected[:1]
+    with make_llm(path) as llm:
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
+    with make_llm(case.path) as llm:
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
+        experts = {name: x for name, x in case.reference.model.named_parameters() if ".experts." in name}
+        llm.update_weights((name, torch.zeros_like(x)) for name, x in experts.items())
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) != expected
+        llm.update_weights(experts.items())
+        assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
 def test_only_completions_can_be_asked_for(case):
     with make_llm(case.path) as llm, pytest.raises(TypeError, match=r"prompts\[0\]: has images: only completions"):
         llm.score(case.prompts[:1], [[1, 2]])
@@ -328,7 +364,7 @@ def test_what_a_tower_is_told_of_the_sizes_changes_nothing(case, monkeypatch):
     assert torch.equal(found, expected)
 
 
-@each_family("qwen3_5_moe", "qwen3_5")
+@each_family("qwen3_5_moe", "qwen3_vl_moe", "qwen3_5")
 def test_image_processors(case, family, tmp_path):
     """As the checkpoint describes it, or its family's usual one. Either says how many rows an image has before it is
     decoded."""
