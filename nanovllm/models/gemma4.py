@@ -171,6 +171,60 @@ class Gemma4Vision(Gemma3Vision):
         return [image] * max(1, num_patches // side**2)
 
 
+class Gemma4UnifiedVision(Gemma4Vision):
+    """No tower: a row is a linear map of 48 x 48 pixels, and of where they are in the image."""
+
+    prefixes: ClassVar = {
+        "model.vision_embedder.": "vision.",
+        "model.embed_vision.embedding_projection.": "vision.multimodal_embedder.embedding_projection.",
+        "model.embed_vision.": "vision.",  # as transformers holds all of them in memory
+    }
+    # The family's own does the same, and needs torchvision.
+    always_this_processor = True
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.patches_per_row = 1
+
+    def process(self, processor, image):
+        # A pool of 3 x 3 patches is one large patch, whose pixels are in the order of a small one's.
+        sizes = {"patch_size": processor.patch_size * processor.pooling_kernel_size, "pooling_kernel_size": 1}
+        found = processor(images=[image], return_tensors="pt", **sizes)
+        positions = found["image_position_ids"][0]
+        num_rows = int((positions != -1).all(dim=1).sum())  # The rest is padding.
+        pixels = found["pixel_values"][0, :num_rows]
+        return ProcessedImage(pixels, None, num_rows, {"positions": positions[:num_rows]})
+
+    def make_tower(self):
+        from transformers import AutoConfig
+        from transformers.models.gemma4_unified.modeling_gemma4_unified import Gemma4UnifiedVisionEmbedder
+
+        sizes = {"hidden_size": self.hidden_size}
+        config = AutoConfig.for_model(**self.fields | {"audio_config": None}, text_config=sizes)
+        return Gemma4UnifiedVisionEmbedder(config.vision_config, config.text_config)
+
+    def encode(self, tower, images):
+        # Each row is computed alone, so all of them are as one image.
+        positions = torch.cat([image.extra["positions"] for image in images])
+        pixels = torch.cat([image.pixel_values for image in images])
+        return tower(pixels.unsqueeze(0), positions.unsqueeze(0), return_dict=True).pooler_output[0]
+
+    def num_patches(self, image):
+        return len(image.pixel_values)
+
+    def largest_images(self, num_patches, dtype, device):
+        pixels = torch.zeros(num_patches, self._pixels_per_row(), dtype=dtype, device=device)
+        positions = torch.zeros(num_patches, 2, dtype=torch.int64, device=device)
+        return [ProcessedImage(pixels, None, num_patches, {"positions": positions})]
+
+    def values_per_patch(self):
+        return 2 * self._pixels_per_row() + 4 * self.fields["vision_config"]["mm_embed_dim"]
+
+    def _pixels_per_row(self) -> int:
+        tower = self.fields["vision_config"]
+        return 3 * (tower["patch_size"] * tower["pooling_kernel_size"]) ** 2
+
+
 def load_buffers(tower: nn.Module) -> None:
     """Let the loader fill a tower's buffers that checkpoints hold, as it does parameters."""
     for module in tower.modules():
@@ -190,5 +244,7 @@ class Gemma4UnifiedForCausalLM(Gemma4ForCausalLM):
     """The 12B model, whose text model is no other."""
 
 
-class Gemma4UnifiedForConditionalGeneration(Gemma4ForCausalLM):
-    """The text part of a checkpoint that reads images and sound without towers."""
+class Gemma4UnifiedForConditionalGeneration(SeeingDecoder, Gemma4UnifiedForCausalLM):
+    """The same with images, for which it has no tower. Sound is not read."""
+
+    vision_type = Gemma4UnifiedVision

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanovllm.models.model_files import read_json
 from nanovllm.utils.checks import quoted
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class VisionSpec(ABC):
         both_ways_in: the layers in which they do: "all layers" or "layers with a window".
         has_axes: whether a token's position has three parts (M-RoPE): `positions` and `axes` say which.
         processor: the name of transformers' image processor, for a checkpoint that names none.
+        always_this_processor: whether it also serves checkpoints that name another one.
         usual_options: of that, as in the family's published checkpoints, where transformers' own are others.
     """
 
@@ -71,6 +73,7 @@ class VisionSpec(ABC):
     both_ways_in: ClassVar[str] = "all layers"
     has_axes: ClassVar[bool] = False
     processor: ClassVar[str]
+    always_this_processor: ClassVar[bool] = False
     usual_options: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, config: Any):
@@ -167,21 +170,24 @@ class VisionSpec(ABC):
 
 
 def load_processor(spec: VisionSpec, directory: str) -> Any:
-    """Transformers' image processor of a checkpoint: the one that its preprocessor_config.json describes, or the
-    family's with its usual options if there is no such file. Raises ValueError, naming the file, if what that makes is
-    not what the tower reads.
+    """Transformers' image processor of a checkpoint: the one that its processor_config.json or preprocessor_config.json
+    describes, or the family's with its usual options if neither does. Raises ValueError, naming the file, if what that
+    makes is not what the tower reads.
 
     directory: of the checkpoint; for a published shape, which has no files, any name."""
     import transformers
 
-    file = Path(directory, "preprocessor_config.json")
-    needed = spec.processor_options()
-    if not file.exists():
-        # The one that needs no torchvision, where a release has two.
-        name = spec.processor
-        return (getattr(transformers, f"{name}Pil", None) or getattr(transformers, name))(**spec.usual_options | needed)
-    # False, because None asks on standard input whether to run code of the checkpoint.
-    processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+    # The one that needs no torchvision, where a release has two.
+    name = spec.processor
+    usual = getattr(transformers, f"{name}Pil", None) or getattr(transformers, name)
+    needed, file = spec.processor_options(), _processor_file(directory)
+    if file is None:
+        return usual(**spec.usual_options | needed)
+    if spec.always_this_processor:
+        processor = usual.from_pretrained(directory)
+    else:
+        # False, because None asks on standard input whether to run code of the checkpoint.
+        processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
     for option, value in needed.items():
         found = getattr(processor, option, value)
         if found != value and (not isinstance(value, dict) or dict(found) != value):
@@ -189,3 +195,12 @@ def load_processor(spec: VisionSpec, directory: str) -> Any:
                 f"{file}: {option}={quoted(found)}: must be {value!r}, as config.json's vision_config says"
             )
     return processor
+
+
+def _processor_file(directory: str) -> Path | None:
+    """The file of a checkpoint that describes its image processor, as transformers chooses it."""
+    file = Path(directory, "processor_config.json")  # of text and images together, in newer checkpoints
+    if file.exists() and "image_processor" in read_json(file):
+        return file
+    file = Path(directory, "preprocessor_config.json")
+    return file if file.exists() else None

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import transformers
-from checkpoints import VOCAB_SIZE, edit_tensors, make_tokenizer, random_prompt, randomize
+from checkpoints import VOCAB_SIZE, edit_json, edit_tensors, make_tokenizer, random_prompt, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 IMAGE, BEGIN, END, VIDEO = 310, 311, 312, 313  # token ids
@@ -126,6 +126,13 @@ VISION_FAMILIES = {
         {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None},
         ("Gemma4ImageProcessorPil", {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2}),
     ),
+    "gemma4_unified": VisionFamily(
+        "Gemma4UnifiedForConditionalGeneration",
+        _GEMMA4_TEXT,
+        {"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 32, "output_proj_dims": 32, "mm_posemb_size": 64},
+        {"image_token_id": IMAGE, "boi_token_id": BEGIN, "eoi_token_id": END, "audio_config": None},
+        ("Gemma4ImageProcessorPil", {"max_soft_tokens": 70, "patch_size": 4, "pooling_kernel_size": 2}),
+    ),
     "qwen3_5_moe": VisionFamily(
         "Qwen3_5MoeForConditionalGeneration",
         _QWEN3_5_TEXT | _EXPERTS | {"shared_expert_intermediate_size": 48},
@@ -150,6 +157,8 @@ def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
         edit_tensors(directory, lambda tensors: turn_experts(tensors, as_published=True))
     name, options = row.processor
     getattr(transformers, name)(**options).save_pretrained(directory)
+    if family == "gemma4_unified":  # whose own needs torchvision
+        edit_json(directory / "preprocessor_config.json", image_processor_type="Gemma4UnifiedImageProcessor")
     return directory
 
 
@@ -185,12 +194,40 @@ def draw_image(width: int, height: int, seed: int) -> Any:
     return Image.fromarray(np.random.default_rng(seed).integers(0, 256, (height, width, 3), np.uint8))
 
 
+def joined_patches(found: Any) -> dict[str, Any]:
+    """What Gemma 4's image processor gives, with a patch in the place of 2 x 2 of them, as the unified model reads
+    it."""
+    each = []
+    for patches, at in zip(found["pixel_values"], found["image_position_ids"], strict=True):
+        columns, lines = (at.amax(0) + 1).tolist()
+        side = round((patches.shape[1] / 3) ** 0.5)
+        image = (
+            patches[: lines * columns].view(lines, columns, side, side, 3).transpose(1, 2).flatten(2, 3).flatten(0, 1)
+        )
+        tiles = [
+            image[y : y + 2 * side, x : x + 2 * side]
+            for y in range(0, len(image), 2 * side)
+            for x in range(0, image.shape[1], 2 * side)
+        ]
+        places = [(x, y) for y in range(lines // 2) for x in range(columns // 2)]
+        each.append((torch.stack(tiles).flatten(1), torch.tensor(places)))
+    pad = torch.nn.utils.rnn.pad_sequence
+    pixels, places = zip(*each, strict=True)
+    return {
+        "pixel_values": pad(pixels, batch_first=True),
+        "image_position_ids": pad(places, batch_first=True, padding_value=-1),
+        "num_soft_tokens_per_image": [len(place) for place in places],
+    }
+
+
 class VisionReference:
     """The checkpoint in transformers, float32 on the CPU, one prompt at a time, and its image processor."""
 
     def __init__(self, path: Path):
         self.model = AutoModelForImageTextToText.from_pretrained(path).float().eval()
-        self._processor = transformers.AutoImageProcessor.from_pretrained(path)
+        self._is_unified = self.model.config.model_type == "gemma4_unified"
+        auto = transformers.AutoImageProcessor
+        self._processor = (transformers.Gemma4ImageProcessorPil if self._is_unified else auto).from_pretrained(path)
         self._known: dict[tuple, tuple[list[int], float]] = {}
 
     @torch.inference_mode()
@@ -203,7 +240,7 @@ class VisionReference:
         token_ids = prompt["prompt"]
         if images:
             found = self._processor(images=images, return_tensors="pt")
-            given = dict(found)
+            given = joined_patches(found) if self._is_unified else dict(found)
             if "image_grid_thw" in found:
                 counts = iter((found["image_grid_thw"].prod(1) // 4).tolist())
             else:
@@ -212,6 +249,10 @@ class VisionReference:
             given.pop("num_crops", None)
             is_gemma3 = self.model.config.model_type == "gemma3"
             given["token_type_ids" if is_gemma3 else "mm_token_type_ids"] = (torch.tensor([token_ids]) == IMAGE).int()
+        if self._is_unified:
+            # With a static cache transformers lets images attend to themselves as it does in the other Gemma 4: in
+            # layers with a window alone, and within it. With any other cache it forgets both limits.
+            given["cache_implementation"] = "static"
         out = self.model.generate(
             torch.tensor([token_ids]),
             attention_mask=torch.ones(1, len(token_ids), dtype=torch.long),

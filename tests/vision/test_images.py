@@ -1,5 +1,6 @@
 """Prompts with images, held to transformers: float32 on the CPU, token for token, on tiny random checkpoints."""
 
+import json
 import math
 import pickle
 import shutil
@@ -13,6 +14,7 @@ from checkpoints import (
     VOCAB_SIZE,
     assert_idle,
     complete,
+    edit_json,
     edit_tensors,
     generate,
     greedy,
@@ -107,7 +109,7 @@ def test_one_image_and_several_beside_a_text_and_again_from_the_cache(case, fami
 def test_chunks_that_cut_images_and_preemption(case, family, overlap_steps):
     encoded = []
     limits = {"num_kvcache_blocks": 8, "max_num_batched_tokens": 23, "max_num_seqs": 4, "max_model_len": 112}
-    if family == "gemma4":  # whose images have 70 rows, small ones too
+    if family.startswith("gemma4"):  # whose images have 70 rows, small ones too
         limits |= {"num_kvcache_blocks": 20, "max_num_batched_tokens": 75, "max_model_len": 300}
     with make_llm(case.path, **limits, overlap_steps=overlap_steps, enable_prefix_caching=False) as llm:
         llm.model_runner.model.vision.register_forward_hook(lambda tower, given, _: encoded.append(len(given[0])))
@@ -163,11 +165,11 @@ def test_batches_of_patches(case):
 
 @each_family("qwen3_5_moe", "qwen3_5", "gemma3")
 def test_two_ranks(case, family):
-    with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=75 if family == "gemma4" else 50) as llm:
+    with make_llm_of_ranks(case.path, 2, max_num_batched_tokens=75 if family.startswith("gemma4") else 50) as llm:
         assert complete(llm, case.prompts, greedy(NUM_TOKENS)) == case.expected
 
 
-@each_family("qwen3_5_moe", "qwen3_vl_moe", "gemma3", "gemma4")
+@each_family("qwen3_5_moe", "qwen3_vl_moe", "gemma3", "gemma4", "gemma4_unified")
 def test_speculation(case, family, monkeypatch):
     """Proposed tokens have positions too."""
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
@@ -371,8 +373,15 @@ def test_image_processors(case, family, tmp_path):
     path = shutil.copytree(case.path, tmp_path / "model")
     spec = find_vision(Config(str(path), device="cpu").hf_config)
     described = load_processor(spec, path)
-    (path / "preprocessor_config.json").unlink()
-    for processor in (described, load_processor(spec, path)):
+    file = path / "preprocessor_config.json"
+    content = json.loads(file.read_text())
+    file.unlink()
+    newer_file = path / "processor_config.json"  # Newer checkpoints have it here.
+    edit_json(newer_file, image_processor=content | {"resample": 2})
+    newer = load_processor(spec, path)
+    assert (newer.resample, newer.size) == (2, described.size)
+    newer_file.unlink()
+    for processor in (described, newer, load_processor(spec, path)):
         image = case.images["wide"]
         assert spec.num_rows(processor, image.height, image.width) == spec.process(processor, image).num_rows
     name, value = next(iter(spec.processor_options().items()))
