@@ -36,7 +36,7 @@ _WINDOW, _WINDOW_BYTES = 4096, 16 << 20
 _BATCH, _BATCH_BYTES, _QUEUE = 64, 1 << 20, 128
 # Images fill it with fewer batches. Each thread of the reading process has two lines with images at most.
 _QUEUE_BYTES = 512 << 20
-_IMAGE_THREADS, _LINES_OF_A_THREAD = 16, 2
+_LINES_OF_A_THREAD = 2
 
 
 class ImagePlan(NamedTuple):
@@ -85,9 +85,9 @@ def num_bytes(prepared: Prepared) -> int:
 
 def with_images(lines: Iterable[Prepared], preparer: ImagePreparer) -> Generator[Prepared, None, None]:
     """The lines with their images, in order. Threads read them ahead, which Pillow and numpy let work side by side."""
-    from nanovllm.utils.threads import available_cores  # It imports torch.
+    from nanovllm.utils.threads import image_threads  # It imports torch.
 
-    num_threads = min(available_cores(), _IMAGE_THREADS)
+    num_threads = image_threads()
     under_way = deque[Future[Prepared]]()
     with ThreadPoolExecutor(num_threads, "nanovllm-jobs-images") as threads:
         try:

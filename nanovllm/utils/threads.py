@@ -1,4 +1,4 @@
-"""The number of threads with which torch computes a step on a CPU."""
+"""The number of threads with which torch computes a step on a CPU, and of those that read images."""
 
 import os
 import time
@@ -11,6 +11,7 @@ import torch
 _MIN_WORK = 1 << 23
 _TRIAL_SECONDS = 0.01  # of each number of threads, on a quiet machine
 _TRIAL_SHARE = 0.01  # Trials take at most this share of the time: one every 2 s on a quiet machine.
+_MAX_IMAGE_THREADS = 16
 
 
 class StepThreads:
@@ -77,6 +78,11 @@ def threads_per_rank(num_ranks: int) -> int:
 
 def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def image_threads() -> int:
+    """Threads that read images side by side: one for each core, up to a number that keeps their pixels few."""
+    return min(available_cores(), _MAX_IMAGE_THREADS)
 
 
 @contextmanager

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 import shutil
+import threading
 from copy import copy
 from functools import cache
 from types import SimpleNamespace
@@ -43,6 +44,7 @@ from nanovllm.engine.features.images.image_sequence import ThinkingImageSequence
 from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.engine.images import ImagePrompt, load_processor
 from nanovllm.engine.start.memory import largest_prefill
+from nanovllm.engine.text import image_prompts, image_reader
 from nanovllm.fit import needs
 from nanovllm.models import qwen3_vl, vision
 from nanovllm.models.gemma3 import Gemma3Vision
@@ -217,6 +219,29 @@ def test_a_path_and_what_a_reader_has_prepared(case, tmp_path):
         assert complete(llm, prepared, greedy(NUM_TOKENS)) == [expected]
         assert complete(llm, {"prompt": prompt["prompt"], "images": [str(file)]}, greedy(NUM_TOKENS)) == [expected]
         assert llm.scheduler.num_prefix_hits > 0  # The hash is of what was decoded.
+
+
+def test_threads_read_the_images_of_a_call_side_by_side(case, tmp_path, monkeypatch):
+    """Each waits until the others are read as well. What is wrong with one is its prompt's error."""
+    monkeypatch.setattr(image_prompts, "image_threads", lambda: 3)
+    all_three, read_image = threading.Barrier(3), image_reader.read_image
+
+    def read(source, rules):
+        all_three.wait(timeout=60)
+        return read_image(source, rules=rules)
+
+    monkeypatch.setattr(image_reader, "read_image", read)
+    one, several, text, _ = case.prompts
+    with make_llm(case.path) as llm:
+        assert complete(llm, [several, text], greedy(NUM_TOKENS)) == case.expected[1:3]
+        wrong = one | {"images": ["/nowhere.png"]}
+        outputs = llm.generate([several, wrong, text, one, one], greedy(NUM_TOKENS), False, on_error="return")
+        assert "prompts[1]: images[0]: image '/nowhere.png': it cannot be read" in outputs[1]["error"]
+        assert [outputs[i]["token_ids"] for i in (0, 2, 3, 4)] == [case.expected[i] for i in (1, 2, 0, 0)]
+        request, done = llm.add_request(several, greedy(NUM_TOKENS)), {}
+        while not llm.is_finished():
+            done |= dict(llm.step()[0])
+        assert done[request] == case.expected[1]
 
 
 @pytest.mark.parametrize(

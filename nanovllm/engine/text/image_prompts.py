@@ -1,7 +1,9 @@
 """ImagePrompts: from prompts with images to token ids and what the vision tower reads."""
 
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,6 +16,7 @@ from nanovllm.engine.text.prompts import as_array, read_prompt
 from nanovllm.models.registry import find_vision
 from nanovllm.models.vision import VisionSpec
 from nanovllm.utils.checks import quoted
+from nanovllm.utils.threads import image_threads, torch_threads
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +60,30 @@ class ImagePrompts:
     def reader(self) -> ImageReader:
         """Raises ValueError, with the reason, if this engine accepts no images."""
         spec, model = self._spec, self._config.model
-        return ImageReader(spec, self._tokenizer, lambda: load_processor(spec, model))
+        dtype = str(self._config.dtype).removeprefix("torch.")
+        return ImageReader(spec, self._tokenizer, lambda: load_processor(spec, model), dtype=dtype)
+
+    def read_ahead(self, prompts: Iterable[Any]) -> list[Any]:
+        """The prompts for `read`, in which each image of a list is replaced by what `ImageReader` makes of it, or by
+        its error. Threads make it side by side, which Pillow and numpy let them."""
+        prompts = list(prompts)
+        sources: dict[int, list[Any]] = {}  # of each prompt that has some, by its index
+        for i, prompt in enumerate(prompts):
+            if isinstance(prompt, str | list) or not isinstance(prompt, Mapping):  # The first is faster.
+                continue
+            if isinstance(images := prompt.get("images"), list | tuple):
+                sources[i] = list(images)
+        if not any(sources.values()):
+            return prompts
+        try:
+            reader = self.reader
+        except ValueError:  # of every prompt with images
+            return prompts
+        with torch_threads(1), ThreadPoolExecutor(image_threads(), "nanovllm-images") as threads:
+            read = threads.map(reader.try_read, chain.from_iterable(sources.values()))
+            for i, images in sources.items():
+                prompts[i] = {**prompts[i], "images": list(islice(read, len(images)))}
+        return prompts
 
     def read(self, prompt: Any) -> ImageTokens | list[int] | str:
         """Token ids of a prompt with images; of one with none, what its text is. Raises TypeError or ValueError, with

@@ -5,8 +5,8 @@ tensors are packed for: `PackedImage`.
 """
 
 from collections.abc import Callable, Sequence
-from functools import cached_property
 from pathlib import Path
+from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -109,13 +109,18 @@ class ImageReader:
             rules: which images are read; None: any path, and nothing from the network.
             dtype: as for `PackedImage.of`.
         """
-        self._spec, self._tokenizer, self._load_processor = spec, tokenizer, load_processor
+        self._spec, self._tokenizer = spec, tokenizer
+        self._load_processor, self._loading = load_processor, Lock()
         self._rules = ImageRules(image_root=ANYWHERE) if rules is None else rules
         self._dtype = dtype
+        self._loaded: Any = None
 
-    @cached_property
+    @property
     def _processor(self) -> Any:
-        return self._load_processor()
+        with self._loading:  # once, by the first thread
+            if self._loaded is None:
+                self._loaded = self._load_processor()
+            return self._loaded
 
     def write_images(self, text: str) -> str:
         """A prompt's text with a token for each of its images."""
@@ -147,6 +152,8 @@ class ImageReader:
 
         if isinstance(source, PackedImage):
             return source
+        if isinstance(source, Exception):  # of one that could not be read
+            raise source
         if isinstance(source, ImageInput):
             return PackedImage.of(source, self._dtype)
         found = read_image(source, rules=self._rules)
@@ -155,6 +162,13 @@ class ImageReader:
         except Exception as error:  # The library's own classes.
             raise ValueError(f"image of {found.width} x {found.height} pixels: {one_line(error)}") from error
         return PackedImage.of(ImageInput.of(processed, found.sha256), self._dtype)
+
+    def try_read(self, source: Any) -> PackedImage | Exception:
+        """The same, or the error that it would raise: `read` takes either."""
+        try:
+            return self.read(source)
+        except (TypeError, ValueError) as error:
+            return error
 
     def read_all(self, sources: Sequence[Any]) -> list[PackedImage]:
         """Raises as `read`, with the index of the image, and as `check_number`."""

@@ -67,7 +67,7 @@ class SequenceMaker:
 
     def make_one(self, prompt: Prompt, params: SamplingParams | PoolingParams, streams: bool = False) -> list[Sequence]:
         """The samples of one request. streams: as in make_all. Raises as make_all."""
-        (token_ids,) = self.encoder.encode([prompt])
+        (token_ids,) = self.encoder.encode(self.image_prompts.read_ahead([prompt]))
         return self._make(token_ids, params, "prompt: ", "sampling_params: ", streams=streams)
 
     def make_all(
@@ -91,7 +91,8 @@ class SequenceMaker:
         """
         made: list[list[Sequence] | Exception] = []
         num_requests = self.num_requests
-        for i, (token_ids, of_prompt) in enumerate(zip(self.encoder.encode(prompts), params, strict=True), start):
+        encoded = self.encoder.encode(self.image_prompts.read_ahead(prompts))
+        for i, (token_ids, of_prompt) in enumerate(zip(encoded, params, strict=True), start):
             try:
                 made.append(self._make(token_ids, of_prompt, f"prompts[{i}]: ", f"sampling_params[{i}]: ", i, streams))
             except (TypeError, ValueError, ImportError) as error:
