@@ -235,9 +235,9 @@ def test_threads_read_the_images_of_a_call_side_by_side(case, tmp_path, monkeypa
     with make_llm(case.path) as llm:
         assert complete(llm, [several, text], greedy(NUM_TOKENS)) == case.expected[1:3]
         wrong = one | {"images": ["/nowhere.png"]}
-        outputs = llm.generate([one, wrong, text, one], greedy(NUM_TOKENS), False, on_error="return")
+        outputs = llm.generate([several, wrong, text, one, one], greedy(NUM_TOKENS), False, on_error="return")
         assert "prompts[1]: images[0]: image '/nowhere.png': it cannot be read" in outputs[1]["error"]
-        assert [outputs[i]["token_ids"] for i in (0, 2, 3)] == [case.expected[i] for i in (0, 2, 0)]
+        assert [outputs[i]["token_ids"] for i in (0, 2, 3, 4)] == [case.expected[i] for i in (1, 2, 0, 0)]
         request, done = llm.add_request(several, greedy(NUM_TOKENS)), {}
         while not llm.is_finished():
             done |= dict(llm.step()[0])
