@@ -63,15 +63,22 @@ class ImagePrompts:
         dtype = str(self._config.dtype).removeprefix("torch.")
         return ImageReader(spec, self._tokenizer, lambda: load_processor(spec, model), dtype=dtype)
 
-    def read_ahead(self, prompts: Iterable[Any]) -> list[Any]:
-        """The prompts for `read`, in which each image of a list is replaced by what `ImageReader` makes of it, or by
-        its error. Threads make it side by side, which Pillow and numpy let them."""
-        prompts = list(prompts)
+    def read_all(self, prompts: list[Any]) -> list[ImageTokens | list[int] | str | Exception]:
+        """What `read` gives for each, or the TypeError or ValueError that it raises. Several threads read the images,
+        which Pillow and numpy let them."""
+        return [self._try_read(prompt) for prompt in self._with_read_images(prompts)]
+
+    def _try_read(self, prompt: Any) -> ImageTokens | list[int] | str | Exception:
+        try:
+            return self.read(prompt)
+        except (TypeError, ValueError) as error:
+            return error
+
+    def _with_read_images(self, prompts: list[Any]) -> list[Any]:
+        """The prompts, in which each image of a list is replaced by what `ImageReader` makes of it, or by its error."""
         sources: dict[int, list[Any]] = {}  # of each prompt that has some, by its index
         for i, prompt in enumerate(prompts):
-            if isinstance(prompt, str | list) or not isinstance(prompt, Mapping):  # The first is faster.
-                continue
-            if isinstance(images := prompt.get("images"), list | tuple):
+            if isinstance(prompt, Mapping) and isinstance(images := prompt.get("images"), list | tuple):
                 sources[i] = list(images)
         if not any(sources.values()):
             return prompts
@@ -79,6 +86,7 @@ class ImagePrompts:
             reader = self.reader
         except ValueError:  # of every prompt with images
             return prompts
+        prompts = list(prompts)
         with torch_threads(1), ThreadPoolExecutor(image_threads(), "nanovllm-images") as threads:
             read = threads.map(reader.try_read, chain.from_iterable(sources.values()))
             for i, images in sources.items():

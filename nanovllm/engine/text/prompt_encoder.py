@@ -29,14 +29,15 @@ class PromptEncoder:
         tokenizer: "PreTrainedTokenizerBase | None",
         max_len: int | None = None,
         remedy: str = "shorten it, or raise max_model_len",
-        read_images: Callable[[Any], list[int] | str] | None = None,
+        read_images: Callable[[list[Any]], list[Any]] | None = None,
     ):
         """
         Args:
             tokenizer: None accepts token ids only.
             max_len: tokens of the longest sequence, at most. None is unknown: a text of any length is tokenized.
             remedy: what to do about a text that is longer.
-            read_images: makes token ids of a prompt with images, or raises ValueError or TypeError. None refuses them.
+            read_images: makes token ids of prompts with images, a text of one that has none, or a ValueError or
+                TypeError. None refuses them.
         """
         self._read_images = read_images
         self._tokenizer, self._max_len, self._remedy = tokenizer, sys.maxsize if max_len is None else max_len, remedy
@@ -46,20 +47,19 @@ class PromptEncoder:
 
     def encode(self, prompts: Iterable[Prompt], **options: bool) -> list[Any]:
         """The token ids of each prompt, or the ValueError or TypeError that says what is wrong with it. All texts go
-        through the tokenizer in one batch. Token ids are not checked: the vocabulary is the model's.
-
-        options: the tokenizer's.
-        """
-        found: list[Any] = []
+        through the tokenizer in one batch, with these options. Token ids are not checked: the vocabulary is the
+        model's."""
+        found: list[Any] = list(prompts)
+        if not all(type(prompt) in (list, str) for prompt in found):
+            self._read_others(found)
         texts: dict[int, str] = {}  # index of the prompt -> its text
-        for i, prompt in enumerate(prompts):
-            try:
-                found.append(prompt if type(prompt) in (list, str) else self._read(prompt))
-                if isinstance(found[i], str):
-                    self.check_text(found[i])
-                    texts[i] = found[i]
-            except (TypeError, ValueError) as error:
-                found[i:] = [error]
+        for i, prompt in enumerate(found):
+            if isinstance(prompt, str):
+                try:
+                    self.check_text(prompt)
+                    texts[i] = prompt
+                except ValueError as error:
+                    found[i] = error
         if texts:
             batch = list(texts.values())
             try:
@@ -74,8 +74,21 @@ class PromptEncoder:
                 found[i] = token_ids
         return found
 
-    def _read(self, prompt: Any) -> Any:
-        return self._read_images(prompt) if self._read_images and has_images(prompt) else read_prompt(prompt)
+    def _read_others(self, prompts: list[Any]) -> None:
+        """Replace prompts that are neither lists nor texts by the token ids or the text that they stand for, or by what
+        is wrong with them. Those with images together, since threads read them."""
+        with_images: dict[int, Any] = {}  # by index
+        for i, prompt in enumerate(prompts):
+            try:
+                if self._read_images and has_images(prompt):
+                    with_images[i] = prompt
+                else:
+                    prompts[i] = read_prompt(prompt)
+            except (TypeError, ValueError) as error:
+                prompts[i] = error
+        if with_images and self._read_images:
+            for i, read in zip(with_images, self._read_images([*with_images.values()]), strict=True):
+                prompts[i] = read
 
     def encode_chats(self, messages: Messages, *arguments: Any, **options: Any) -> list[Any]:
         """Token ids of each conversation; of one with images {"prompt_token_ids": ..., "images": their sources}. The

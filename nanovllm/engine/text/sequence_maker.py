@@ -42,7 +42,7 @@ class SequenceMaker:
         """tokenizer: None accepts token ids only."""
         self.num_requests = 0
         limits = length_limit.max_seq_len, length_limit.remedy
-        self.encoder = PromptEncoder(tokenizer, *limits, lambda prompt: self.image_prompts.read(prompt))
+        self.encoder = PromptEncoder(tokenizer, *limits, lambda prompts: self.image_prompts.read_all(prompts))
         if hasattr(config.hf_config, "vision"):
             self.encoder.accept_images(lambda text: self.image_prompts.reader.write_images(text))
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
@@ -67,7 +67,7 @@ class SequenceMaker:
 
     def make_one(self, prompt: Prompt, params: SamplingParams | PoolingParams, streams: bool = False) -> list[Sequence]:
         """The samples of one request. streams: as in make_all. Raises as make_all."""
-        (token_ids,) = self.encoder.encode(self.image_prompts.read_ahead([prompt]))
+        (token_ids,) = self.encoder.encode([prompt])
         return self._make(token_ids, params, "prompt: ", "sampling_params: ", streams=streams)
 
     def make_all(
@@ -91,8 +91,7 @@ class SequenceMaker:
         """
         made: list[list[Sequence] | Exception] = []
         num_requests = self.num_requests
-        encoded = self.encoder.encode(self.image_prompts.read_ahead(prompts))
-        for i, (token_ids, of_prompt) in enumerate(zip(encoded, params, strict=True), start):
+        for i, (token_ids, of_prompt) in enumerate(zip(self.encoder.encode(prompts), params, strict=True), start):
             try:
                 made.append(self._make(token_ids, of_prompt, f"prompts[{i}]: ", f"sampling_params[{i}]: ", i, streams))
             except (TypeError, ValueError, ImportError) as error:
