@@ -107,6 +107,7 @@ def run_batch(
     allow_remote: bool = False,
     max_image_mib: float | None = None,
     max_image_megapixels: float | None = None,
+    max_images: int | None = None,
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
@@ -141,7 +142,8 @@ def run_batch(
         image_root: the folder below which lines' images are read, and where their relative paths begin. None: the
             folder of the images, or of the input.
         allow_remote: fetch lines' images by http and https, from public addresses.
-        max_image_mib, max_image_megapixels: limits of an image's file and of its pixels; None: ImageRules'.
+        max_image_mib, max_image_megapixels, max_images: limits of an image's file, of its pixels, and of the images of
+            a line; None: ImageRules'.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of _errors.jsonl again. Or a file of corrected lines, which are found by their ids:
@@ -196,7 +198,7 @@ def run_batch(
     if cluster is not None:
         check_one_engine(arguments.engine_options)
         require("deterministic", True, not arguments.keeps_receipts, "False on Ray, whose machines may differ")
-    limits = image_root, allow_remote, max_image_mib, max_image_megapixels
+    limits = image_root, allow_remote, max_image_mib, max_image_megapixels, max_images
     if images is None and prompt is None:
         inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
