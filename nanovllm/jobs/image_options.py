@@ -49,5 +49,5 @@ def ask_images(
         raise ValueError("prompt: needs images (--images), of which it is asked")
     require("prompt", prompt, isinstance(prompt, str) and prompt != "", "what is asked of each image, a text")
     found = find_images(images)
-    rules = image_rules(*limits, found.folder)
+    rules = image_rules(*limits, folder=found.folder)
     return Inputs(found.paths, found.names, image_prompt=prompt), rules

@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from nanovllm import LLM, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, check_one_engine, line_bar
-from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, engine_of
+from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, engine_of, sees
 from nanovllm.jobs.bits import differences as facts_that_differ
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
@@ -33,6 +33,7 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
 from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Progress, generated
+from nanovllm.jobs.receipt_images import IMAGE_RULES, kept_rules
 from nanovllm.jobs.task import Task
 from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.work import Work
@@ -423,6 +424,8 @@ class Job:
         if before is not None and (what := facts_that_differ(before, now)):
             self._refuse(f"its bits depend on what has changed: {what}")
         self.manifest |= {BITS: now, ENGINE: engine_of(llm)}
+        if sees(llm):
+            self.manifest[IMAGE_RULES] = kept_rules(self.arguments.image_rules)
         self.folder.write_manifest(self.manifest)
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -23,7 +23,6 @@ from nanovllm.jobs.lines import Line, LineFormat
 from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Generated, Progress
 from nanovllm.jobs.reader import ImagePlan, ReadAhead, ReadPlan, read
-from nanovllm.jobs.receipts import ReceiptFormat
 from nanovllm.jobs.tasks.generate import Generate, GeneratePreparer
 from nanovllm.utils import threads
 
@@ -222,11 +221,6 @@ def test_a_column_of_a_table_is_data_unless_it_is_named():
     assert line.prompt[1]["content"] == [{"type": "image", "image": "y.png"}, {"type": "text", "text": "a"}]
     line = LineFormat(line_parameters=False).read({"prompt": "a", "images": "x.png"}, 0)
     assert (line.images, line.columns) == ((), {"images": "x.png"})
-
-
-def test_a_deterministic_job_refuses_images():
-    with pytest.raises(ValueError, match="has images, of which a job with deterministic=True keeps no receipts"):
-        ReceiptFormat().read({"prompt": "a", "images": ["x.png"]}, 0)
 
 
 def test_the_root_is_the_one_folder_of_the_input(tmp_path):
