@@ -329,7 +329,8 @@ def _add_serve(commands: Any) -> None:
     hosts_help = "names by which clients without a key may call the server, beside addresses and localhost"
     parser.add_argument("--allowed-hosts", nargs="+", action="extend", metavar="NAME", help=hosts_help)
     images = parser.add_argument_group("images (docs/images.md)")
-    add_options(images, ImageRules, IMAGE_OPTIONS, other_defaults={"image_root": "no files are read"})
+    other_defaults = {"image_root": "no files are read", "max_images": "64"}
+    add_options(images, ImageRules, IMAGE_OPTIONS, other_defaults=other_defaults)
     batches = parser.add_argument_group("batches: /v1/files and /v1/batches (docs/batches.md)")
     batches.add_argument("--batches", metavar="FOLDER", help="serve batches, and keep them and their files here")
     size_help = "MiB of one file that is uploaded (default: 200)"

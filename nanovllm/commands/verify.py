@@ -23,6 +23,8 @@ def add_verify(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="draws the lines (default: %(default)s)")
     model_help = "where the job's model is now, if it has moved: a directory or a hub id"
     parser.add_argument("--model", metavar="MODEL", help=model_help)
+    root_help = "where the job's folder of images is now, if it has moved"
+    parser.add_argument("--image-root", metavar="FOLDER", help=root_help)
     parser.add_argument("--alone", action="store_true", help="answer them one by one, not in each other's company")
     parser.set_defaults(run=_verify, interrupted="nothing is verified")
 
@@ -34,6 +36,6 @@ def _verify(options: argparse.Namespace) -> int:
     sample = None if options.all else options.sample
     use_tqdm = options.verbosity != QUIET
     how = {"sample": sample, "seed": options.seed, "alone": options.alone, "model": options.model}
-    found = verify_batch(options.output, **how, use_tqdm=use_tqdm)
+    found = verify_batch(options.output, **how, use_tqdm=use_tqdm, image_root=options.image_root)
     print(found)
     return _DIFFERENT if found.difference is not None else 0

@@ -21,6 +21,8 @@ from nanovllm.utils.checks import require
 # on two, but no GPU has run these tests yet.
 DEVICES_OF_LINEAR_ATTENTION = ["cpu"]
 DEVICES_OF_RANKS = ["cpu"]
+# Where images have been compared. On a GPU that of a decoder's image attention has no kernel yet.
+DEVICES_OF_IMAGES = ["cpu"]
 
 
 def check_deterministic(config: Any) -> None:
@@ -54,6 +56,11 @@ def check_deterministic(config: Any) -> None:
             "model: has linear attention, of which no GPU has compared bits yet; use deterministic=False, a CPU, or a "
             "model without it"
         )
+
+
+def refuses_images(config: Any) -> bool:
+    """Whether an engine of a model that sees accepts texts alone. config: as of `check_deterministic`."""
+    return config.deterministic and config.device not in DEVICES_OF_IMAGES
 
 
 def check_layers(model: nn.Module, matmul: Matmul) -> None:

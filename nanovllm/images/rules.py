@@ -8,7 +8,7 @@ from nanovllm.utils.rules import FLAG, Rule, check_rules, integer, number, optio
 
 ANYWHERE = "/"  # an image_root: every path, and relative ones as the process has them
 MAX_MEGAPIXELS = 89.0  # Above 89.4 Pillow warns of a decompression bomb, and from twice that on it refuses.
-OPTIONS = ("image_root", "allow_remote", "max_image_mib", "max_image_megapixels")  # that a command has
+OPTIONS = ("image_root", "allow_remote", "max_image_mib", "max_image_megapixels", "max_images")  # that a command has
 _LEAST = 2**-10
 
 _FOLDER = Rule(
@@ -38,10 +38,10 @@ class ImageRules:
         "millions of an image's pixels, at most",
         number(_LEAST, MAX_MEGAPIXELS, f"a number in {_LEAST}..{MAX_MEGAPIXELS:g}"),
     )
+    max_images: int = _option(1000, "images of a prompt, at most", integer(1, 2**20))
     # Of one image that is fetched, with its redirects, from the first question to its last byte.
     remote_seconds: float = option(20.0, number(_LEAST, 3600, f"a number in {_LEAST}..3600"))
     max_redirects: int = option(3, integer(0, 20))
-    max_images: int = option(1000, integer(1, 2**20))  # of a prompt
 
     def __post_init__(self) -> None:
         check_rules(self)

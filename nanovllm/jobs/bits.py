@@ -12,13 +12,15 @@ import torch
 from xxhash import xxh3_128
 
 import nanovllm
-from nanovllm import LLM
+from nanovllm import LLM, reads_images
 from nanovllm.jobs.fingerprint import differences as files_that_differ
 from nanovllm.jobs.fingerprint import engine_fingerprint
 from nanovllm.jobs.lines import Row
 
 BITS, ENGINE = "bits", "engine"  # keys of the manifest
 _PACKAGES = ("torch", "triton", "numpy")
+_PACKAGES_OF_IMAGES = ("transformers", "torchvision", "pillow")
+_FILES_OF_IMAGES = ("preprocessor_config.json", "processor_config.json")
 _VECTOR_FLAGS = ("avx", "amx", "fma", "sve", "bf16", "asimd", "i8mm")  # in /proc/cpuinfo
 _LIMITS = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "OPENBLAS_CORETYPE")
 # What computes: its folders in the package.
@@ -34,12 +36,23 @@ _OPTIONS = (
 def machine_facts() -> dict[str, str]:
     """What bits depend on that is known before an engine starts."""
     facts = {"nanovllm": nanovllm.__version__, "kernels and tables": _hash_of_code()}
-    for name in _PACKAGES:
-        try:
-            facts[name] = version(name)
-        except PackageNotFoundError:
-            facts[name] = "none"
-    return facts | _processor()
+    return facts | {name: _version(name) for name in _PACKAGES} | _processor()
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def _hash_of_files(directory: str, names: tuple[str, ...]) -> str:
+    """Of those that exist."""
+    digest = xxh3_128()
+    for file in (Path(directory, name) for name in names):
+        if file.exists():
+            digest.update(f"{file.name}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
 
 
 def bits_depend_on(llm: LLM) -> dict[str, Any]:
@@ -53,7 +66,16 @@ def bits_depend_on(llm: LLM) -> dict[str, Any]:
     facts["quantization"] = "none" if format is None else format.kind or format.name
     for name in ("kv_cache_dtype", "kv_cache_scales", "state_dtype"):
         facts[name] = _plain(getattr(config, name))
+    if sees(llm):
+        facts |= {name: _version(name) for name in _PACKAGES_OF_IMAGES}
+        facts["image processor"] = _hash_of_files(config.model, _FILES_OF_IMAGES)
     return facts | {"weights": engine_fingerprint(llm)}
+
+
+def sees(llm: LLM) -> bool:
+    """Whether an engine's prompts may have images."""
+    config = llm.config
+    return bool(getattr(config.hf_config, "vision", None)) and reads_images(config.model)
 
 
 def engine_of(llm: LLM) -> Row:

@@ -87,6 +87,7 @@ def check_batch(
     allow_remote: bool = False,
     max_image_mib: float | None = None,
     max_image_megapixels: float | None = None,
+    max_images: int | None = None,
     sample: int | None = None,
     replicas: int | None = None,
     price_per_hour: float | None = None,
@@ -127,7 +128,7 @@ def check_batch(
         instruction=instruction,
         image_column=image_column,
     )
-    limits = image_root, allow_remote, max_image_mib, max_image_megapixels
+    limits = image_root, allow_remote, max_image_mib, max_image_megapixels, max_images
     if images is None and prompt is None:
         inputs = Inputs(find_files(input), id_column=id_column)  # type: ignore[arg-type]
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))

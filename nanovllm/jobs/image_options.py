@@ -14,10 +14,11 @@ def image_rules(
     allow_remote: bool,
     max_image_mib: float | None,
     max_image_megapixels: float | None,
+    max_images: int | None,
     folder: str | None,
 ) -> ImageRules:
     """The rules of a job's options. folder: the root if no other one is given. Raises ValueError for a wrong option."""
-    limits = {"max_image_mib": max_image_mib, "max_image_megapixels": max_image_megapixels}
+    limits = {"max_image_mib": max_image_mib, "max_image_megapixels": max_image_megapixels, "max_images": max_images}
     given: Any = {name: value for name, value in limits.items() if value is not None}
     root: Any = folder if image_root is None else image_root
     return ImageRules(image_root=root, allow_remote=allow_remote, **given)
@@ -29,7 +30,9 @@ def folder_of(paths: list[str]) -> str | None:
     return folders.pop() if len(folders) == 1 else None
 
 
-def ask_images(input: Any, images: Any, prompt: Any, limits: tuple[Any, Any, Any, Any]) -> tuple[Inputs, ImageRules]:
+def ask_images(
+    input: Any, images: Any, prompt: Any, limits: tuple[Any, Any, Any, Any, Any]
+) -> tuple[Inputs, ImageRules]:
     """The lines of a job that asks the same of each image, and its rules.
 
     Args:
@@ -46,5 +49,5 @@ def ask_images(input: Any, images: Any, prompt: Any, limits: tuple[Any, Any, Any
         raise ValueError("prompt: needs images (--images), of which it is asked")
     require("prompt", prompt, isinstance(prompt, str) and prompt != "", "what is asked of each image, a text")
     found = find_images(images)
-    rules = image_rules(*limits, found.folder)
+    rules = image_rules(*limits, folder=found.folder)
     return Inputs(found.paths, found.names, image_prompt=prompt), rules

@@ -62,6 +62,7 @@ class Line(NamedTuple):
     # Those beside a prompt that is no conversation, as `read_image` takes them; when they have been read, PackedImages.
     images: tuple[Any, ...] = ()
     num_images: int = 0  # also in a conversation
+    kept_images: tuple[Row, ...] = ()  # what its receipt keeps of them, when they have been read
 
     @property
     def is_chat(self) -> bool:

@@ -15,7 +15,7 @@ from nanovllm.jobs.lines import Line, LineFormat, LineId, Row, answer_row, id_by
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.openai_format.request_names import make_params
 
-RECEIPT = "receipt"
+RECEIPT, IMAGES = "receipt", "images"  # keys of a row, and of its receipt
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,6 @@ class ReceiptFormat(LineFormat):
 
     def read(self, row: Row, line_id: LineId) -> Line:
         line = super().read(row, line_id)
-        if line.num_images:
-            raise ValueError("has images, of which a job with deterministic=True keeps no receipts")
         asked = line.params
         if asked.seed is None:
             asked = replace(asked, seed=xxh3_64_intdigest(id_bytes(line_id)) >> 1)
@@ -49,7 +47,8 @@ def receipt_of(line: Line, output: Mapping[str, Any]) -> Row:
         if name in params:
             params[name] = dict(params[name])
     samples = [_kept(sample) for sample in output.get("samples") or [output]]
-    return {"prompt_token_ids": list(line.prompt), "params": params, "samples": samples}
+    receipt: Row = {"prompt_token_ids": list(line.prompt), "params": params, "samples": samples}
+    return receipt | {IMAGES: list(line.kept_images)} if line.kept_images else receipt
 
 
 def _kept(sample: Mapping[str, Any]) -> Row:

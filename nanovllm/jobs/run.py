@@ -19,7 +19,7 @@ from xxhash import xxh3_128_hexdigest
 
 from nanovllm import LLM, __version__
 from nanovllm.jobs.arguments import Arguments, Cluster, Model, check_one_engine, line_bar
-from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, engine_of
+from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, engine_of, sees
 from nanovllm.jobs.bits import differences as facts_that_differ
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
@@ -33,6 +33,7 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
 from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Progress, generated
+from nanovllm.jobs.receipt_images import IMAGE_RULES, kept_rules
 from nanovllm.jobs.task import Task
 from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.work import Work
@@ -107,6 +108,7 @@ def run_batch(
     allow_remote: bool = False,
     max_image_mib: float | None = None,
     max_image_megapixels: float | None = None,
+    max_images: int | None = None,
     seed: int | None = None,
     ordered: bool = False,
     overwrite: bool = False,
@@ -141,7 +143,8 @@ def run_batch(
         image_root: the folder below which lines' images are read, and where their relative paths begin. None: the
             folder of the images, or of the input.
         allow_remote: fetch lines' images by http and https, from public addresses.
-        max_image_mib, max_image_megapixels: limits of an image's file and of its pixels; None: ImageRules'.
+        max_image_mib, max_image_megapixels, max_images: limits of an image's file, of its pixels, and of the images of
+            a line; None: ImageRules'.
         ordered: keep the order of the input.
         overwrite: delete the answers in the folder and start over.
         retry_errors: try the lines of _errors.jsonl again. Or a file of corrected lines, which are found by their ids:
@@ -196,7 +199,7 @@ def run_batch(
     if cluster is not None:
         check_one_engine(arguments.engine_options)
         require("deterministic", True, not arguments.keeps_receipts, "False on Ray, whose machines may differ")
-    limits = image_root, allow_remote, max_image_mib, max_image_megapixels
+    limits = image_root, allow_remote, max_image_mib, max_image_megapixels, max_images
     if images is None and prompt is None:
         inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
@@ -421,6 +424,8 @@ class Job:
         if before is not None and (what := facts_that_differ(before, now)):
             self._refuse(f"its bits depend on what has changed: {what}")
         self.manifest |= {BITS: now, ENGINE: engine_of(llm)}
+        if sees(llm):
+            self.manifest[IMAGE_RULES] = kept_rules(self.arguments.image_rules)
         self.folder.write_manifest(self.manifest)
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -13,7 +13,8 @@ from nanovllm.jobs.folder import JobFolder
 from nanovllm.jobs.inputs import require_pyarrow
 from nanovllm.jobs.lines import Row, from_json
 from nanovllm.jobs.pooled_receipts import pooled_again, pooled_difference
-from nanovllm.jobs.receipts import RECEIPT, params_of, samples_of
+from nanovllm.jobs.receipt_images import IMAGE_RULES, ImagesAgain, answered_again
+from nanovllm.jobs.receipts import IMAGES, RECEIPT, params_of, samples_of
 from nanovllm.utils.checks import is_int, require
 from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import parse_json
@@ -39,6 +40,7 @@ def verify_batch(
     alone: bool = False,
     model: LLM | str | os.PathLike[str] | None = None,
     use_tqdm: bool = True,
+    image_root: str | os.PathLike[str] | None = None,
 ) -> Verified:
     """Answer lines of a job again, and compare bit by bit: tokens and log-probabilities; or vectors, classes and
     scores, those of receipts and those that rows show.
@@ -49,6 +51,7 @@ def verify_batch(
         alone: answer them one by one; False: in each other's company, which is not that of the job.
         model: where the job's model is now, if it has moved; or an engine with the options of the job's. None makes
             one of the model where it was.
+        image_root: where the job's folder of images is now, if it has moved. Images are read again by the job's rules.
 
     Raises:
         ValueError: the job is not deterministic, or its bits depend on something that is another one here; the message
@@ -68,9 +71,9 @@ def verify_batch(
     facts = machine_facts()
     _refuse_others(folder, {name: manifest[BITS].get(name) for name in facts}, facts)
     if isinstance(model, LLM):
-        return _verify(folder, model, manifest, sample, seed, alone, use_tqdm)
+        return _verify(folder, model, manifest, sample, seed, alone, use_tqdm, image_root)
     with _engine(manifest[ENGINE], model, use_tqdm) as llm:
-        return _verify(folder, llm, manifest, sample, seed, alone, use_tqdm)
+        return _verify(folder, llm, manifest, sample, seed, alone, use_tqdm, image_root)
 
 
 def _engine(options: Row, model: str | os.PathLike[str] | None, use_tqdm: bool) -> LLM:
@@ -91,7 +94,14 @@ def _refuse_others(folder: JobFolder, known: Row, now: Row) -> None:
 
 
 def _verify(
-    folder: JobFolder, llm: LLM, manifest: Row, sample: int | None, seed: int, alone: bool, use_tqdm: bool
+    folder: JobFolder,
+    llm: LLM,
+    manifest: Row,
+    sample: int | None,
+    seed: int,
+    alone: bool,
+    use_tqdm: bool,
+    image_root: str | os.PathLike[str] | None,
 ) -> Verified:
     require("model", "LLM", llm.config.deterministic, "an LLM with deterministic=True")
     _refuse_others(folder, manifest[BITS], bits_depend_on(llm))
@@ -107,7 +117,10 @@ def _verify(
     job = manifest["job"]
     outputs: Iterable[Any]
     if job.get("task", "generate") == "generate":
-        outputs, differs = _generated_again(llm, receipts, alone, use_tqdm), _generated_difference
+        images = None
+        if IMAGE_RULES in manifest and any(IMAGES in receipt for receipt in receipts):
+            images = ImagesAgain(llm, manifest[IMAGE_RULES], image_root)
+        outputs, differs = _generated_again(llm, receipts, images, alone, use_tqdm), _generated_difference
     else:
         outputs = pooled_again(llm, receipts, alone)
         differs = partial(pooled_difference, dtype=job.get("embedding_dtype", "float32"))
@@ -172,8 +185,13 @@ def _parquet_rows(part: Path, places: set[int]) -> Iterator[Row]:
             first += batch.num_rows
 
 
-def _generated_again(llm: LLM, receipts: list[Row], alone: bool, use_tqdm: bool) -> Iterable[Any]:
+def _generated_again(
+    llm: LLM, receipts: list[Row], images: ImagesAgain | None, alone: bool, use_tqdm: bool
+) -> Iterable[Any]:
+    """images: None if no receipt has some."""
     prompts, params = [each["prompt_token_ids"] for each in receipts], [params_of(each) for each in receipts]
+    if images is not None:
+        return answered_again(llm, receipts, params, images, alone)
     if not alone:
         return llm.generate(prompts, params, use_tqdm=use_tqdm)
     pairs = zip(prompts, params, strict=True)
@@ -181,7 +199,7 @@ def _generated_again(llm: LLM, receipts: list[Row], alone: bool, use_tqdm: bool)
 
 
 def _generated_difference(row: Row, receipt: Row, again: Any) -> str | None:
-    return _first_difference(receipt["samples"], samples_of(again))
+    return again if isinstance(again, str) else _first_difference(receipt["samples"], samples_of(again))
 
 
 def _first_difference(before: list[Row], now: list[Row]) -> str | None:

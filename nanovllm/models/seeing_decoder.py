@@ -82,12 +82,13 @@ class SeeingDecoder(DecoderForCausalLM):
             self.vision = spec.make_tower().eval()
             vars(self)["checkpoint_prefixes"] = type(self).checkpoint_prefixes | spec.prefixes
 
-    def see_both_ways(self) -> None:
-        """Let images attend in both directions, if the family's do: on top of the back end that each layer has now."""
+    def see_both_ways(self, kind: type[ImageAttention] = ImageAttention) -> None:
+        """Let images attend in both directions, if the family's do: on top of the back end that each layer has now.
+        kind: what computes that."""
         spec, layers = self.vision_spec, cast(Any, self.model.layers)
         if spec is None or not spec.is_bidirectional:
             return
         # As configured: where no sequence exceeds a window, the layer itself has none.
         for layer, window in zip(layers, self._windows, strict=True):
             if spec.both_ways_in == "all layers" or window is not None:
-                layer.self_attn.attn.backend = ImageAttention(layer.self_attn.attn.backend)
+                layer.self_attn.attn.backend = kind(layer.self_attn.attn.backend)

@@ -17,13 +17,12 @@ from nanovllm.engine.text.image_reader import PackedArray
 from nanovllm.images.rules import ImageRules
 from nanovllm.jobs import check_batch, reader, run_batch
 from nanovllm.jobs.image_files import find_images, fingerprint_images
-from nanovllm.jobs.image_options import ask_images, folder_of
+from nanovllm.jobs.image_options import ask_images, folder_of, image_rules
 from nanovllm.jobs.image_room import ImageRoom
 from nanovllm.jobs.lines import Line, LineFormat
 from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Generated, Progress
 from nanovllm.jobs.reader import ImagePlan, ReadAhead, ReadPlan, read
-from nanovllm.jobs.receipts import ReceiptFormat
 from nanovllm.jobs.tasks.generate import Generate, GeneratePreparer
 from nanovllm.utils import threads
 
@@ -119,7 +118,7 @@ def test_a_fingerprint_notices_names_sizes_and_contents(folder):
 
 
 def test_a_folder_is_read_with_the_prompt(folder, path, sees):
-    inputs, rules = ask_images(None, str(folder / "**/*.*"), "read", (None, False, None, None))
+    inputs, rules = ask_images(None, str(folder / "**/*.*"), "read", (None, False, None, None, None))
     lines = lines_of(plan_of(inputs, rules, path))
     tokenizer = find_tokenizer(str(path))
     asked = tokenizer("read")["input_ids"]
@@ -137,6 +136,7 @@ def test_a_folder_is_read_with_the_prompt(folder, path, sees):
         ({"prompt": "read"}, "prompt: needs images"),
         ({"images": "x.png", "prompt": "read", "input": "lines.jsonl"}, "input: cannot be given with images"),
         ({"input": "lines.jsonl", "image_root": "/nowhere"}, "image_root='/nowhere': must be a folder"),
+        ({"input": "lines.jsonl", "max_images": 0}, "max_images=0: must be"),
     ],
 )
 def test_wrong_options_of_images_are_named(options, said, path, tmp_path, monkeypatch):
@@ -205,6 +205,14 @@ def test_wrong_images_are_errors_of_their_lines(folder, path, sees, tmp_path):
             raise ValueError(found[name].error)
 
 
+def test_a_line_has_so_many_images(folder, path, sees):
+    rows = [{"id": n, "prompt": "[image]" * n, "images": ["a.png"] * n} for n in (2, 3)]
+    inputs = reader.Inputs([str(write_lines(folder / "lines.jsonl", rows))])
+    found = lines_of(plan_of(inputs, image_rules(str(folder), False, None, None, 2, None), path))
+    assert found[2].error is None
+    assert found[3].error == "it has 3 images; max_images (--max-images) allows a prompt 2"
+
+
 def test_a_column_of_a_table_is_data_unless_it_is_named():
     row = {"text": "a", "images": "x.png", "scan": "y.png"}
     assert LineFormat(template="{text}").read(row, 0).columns == {"images": "x.png", "scan": "y.png"}
@@ -213,11 +221,6 @@ def test_a_column_of_a_table_is_data_unless_it_is_named():
     assert line.prompt[1]["content"] == [{"type": "image", "image": "y.png"}, {"type": "text", "text": "a"}]
     line = LineFormat(line_parameters=False).read({"prompt": "a", "images": "x.png"}, 0)
     assert (line.images, line.columns) == ((), {"images": "x.png"})
-
-
-def test_a_deterministic_job_refuses_images():
-    with pytest.raises(ValueError, match="has images, of which a job with deterministic=True keeps no receipts"):
-        ReceiptFormat().read({"prompt": "a", "images": ["x.png"]}, 0)
 
 
 def test_the_root_is_the_one_folder_of_the_input(tmp_path):

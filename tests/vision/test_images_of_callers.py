@@ -14,6 +14,7 @@ from job_files import ReadHere, by_id, interrupted_after, read_folder, read_line
 from vision_checkpoints import MARK, draw_image, make_image_tokenizer, make_vision_checkpoint
 
 from nanovllm import ImageRules, SamplingParams, read_image
+from nanovllm.cli import main
 from nanovllm.jobs import check_batch, run_batch, work
 
 pytestmark = needs_family("qwen3_vl")
@@ -229,6 +230,11 @@ def test_the_server_reads_no_others_by_default(client, url, said):
     messages = ask({"type": "image_url", "image_url": {"url": url}})
     with pytest.raises(openai.BadRequestError, match=said):
         client.chat.completions.create(model="tiny", messages=messages)
+
+
+def test_the_server_limits_the_images_of_a_request(path, capsys):
+    assert main(["serve", str(path), "--max-images", "0"]) == 2
+    assert "max_images=0: must be" in capsys.readouterr().err
 
 
 def test_batches_read_images_by_the_rules_of_the_server(server, scans, expected, monkeypatch):

@@ -141,7 +141,8 @@ class ImageReader:
     def check_number(self, num_images: int) -> None:
         """Raises ValueError for more images than a prompt may have."""
         if num_images > self._rules.max_images:
-            raise ValueError(f"it has {num_images} images; a prompt may have {self._rules.max_images}")
+            allowed = self._rules.max_images
+            raise ValueError(f"it has {num_images} images; max_images (--max-images) allows a prompt {allowed}")
 
     def read(self, source: Any) -> PackedImage:
         """An image in any form of `read_image`, or one that has been read before. Raises as `read_image`, and

@@ -250,6 +250,7 @@ def serve(
     allow_remote: bool = False,
     max_image_mib: float | None = None,
     max_image_megapixels: float | None = None,
+    max_images: int = MAX_IMAGES,
     **options: Any,
 ) -> None:
     """Serve a model until Ctrl-C, which raises KeyboardInterrupt.
@@ -270,6 +271,7 @@ def serve(
         image_root: the folder below which images of requests are read; None reads no files.
         allow_remote: whether images are fetched by http and https, from public addresses alone.
         max_image_mib, max_image_megapixels: limits of an image's file and of its pixels; None: ImageRules'.
+        max_images: of a request.
         options: LLM's.
 
     Raises:
@@ -279,7 +281,7 @@ def serve(
     if access_log:
         show_access_log()
     limits: Any = {"max_image_mib": max_image_mib, "max_image_megapixels": max_image_megapixels}
-    limits = {name: value for name, value in limits.items() if value is not None} | {"max_images": MAX_IMAGES}
+    limits = {name: value for name, value in limits.items() if value is not None} | {"max_images": max_images}
     image_rules = ImageRules(image_root=image_root, allow_remote=allow_remote, **limits)
     api_key = api_key or os.environ.get("NANOVLLM_API_KEY")
     if api_key is None and not _is_loopback(host):

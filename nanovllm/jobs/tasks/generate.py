@@ -11,6 +11,7 @@ from nanovllm import AnswerFormat, PromptEncoder, find_format
 from nanovllm.jobs.inputs import RawLine
 from nanovllm.jobs.lines import ANSWER_KEYS, Line, LineFormat, LineId, Row, num_completion_tokens
 from nanovllm.jobs.prepared import NO_IMAGES, Prepared
+from nanovllm.jobs.receipt_images import kept_images
 from nanovllm.jobs.receipts import row_with_receipt
 from nanovllm.jobs.task import Output, Task
 from nanovllm.openai_format.openai_batch import Responder
@@ -189,6 +190,8 @@ class GeneratePreparer:
         try:
             reader.check_places(line.prompt, len(line.images))
             images = tuple(reader.read_all(line.images))
+            if line.asked is not None:
+                line = line._replace(kept_images=kept_images(line.images, images))
             return prepared._replace(line=line._replace(prompt=reader.expand(line.prompt, images), images=images))
         except (TypeError, ValueError, OSError, MemoryError) as error:
             return prepared._replace(line=None, error=str(error) or type(error).__name__)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from nanovllm.layers.backends.torch_backend import KEYS_UNIT, TorchBackend, attend_with_sinks, gather
 
-_SCORES_AT_ONCE = 2**21  # numbers of a mask
+SCORES_AT_ONCE = 2**21  # numbers of a mask
 _ALIGNMENT = 64  # bytes, of the keys of a row: libraries may sum other addresses in another order
 
 
@@ -101,7 +101,7 @@ def query_groups(num_cached: int, num_keys: int, window: int | None) -> Iterator
             width = padded(seen)
             last = min(num_keys, width if window is None else min(width, window))
             group = QueryGroup(query - num_cached, last - query, seen, width, 0, False)
-        group = group._replace(num_queries=min(group.num_queries, max(1, _SCORES_AT_ONCE // group.width)))
+        group = group._replace(num_queries=min(group.num_queries, max(1, SCORES_AT_ONCE // group.width)))
         yield group
         query += group.num_queries
 
@@ -115,10 +115,18 @@ def _attend(q: Tensor, keys: Tensor, values: Tensor, group: QueryGroup, layer) -
     keys, values = (x.as_strided(size, strides, begin) for x in (keys, values))
     if group.slides and num_kv_heads * head_dim * keys.itemsize % _ALIGNMENT:
         keys, values = keys.contiguous(), values.contiguous()
-    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     ends = group.num_keys + (0 if group.slides else 1) * np.arange(group.num_queries)[:, None]
     mask = torch.from_numpy(np.where(np.arange(group.width) < ends, np.float32(0), np.float32(-np.inf))[:, None, None])
-    queries = q.float().reshape(group.num_queries, num_kv_heads, -1, head_dim)
+    return attend_rows(q, keys, values, mask, layer)
+
+
+def attend_rows(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor, layer) -> Tensor:
+    """Attention of queries `[num_queries, num_heads, head_dim]`, each to its own keys, `[num_queries, num_keys,
+    num_kv_heads, head_dim]` in float32, by a product of its own. mask: float32 `[num_queries, 1, 1, num_keys]`, added
+    to the scores."""
+    num_queries, _, num_kv_heads, head_dim = keys.shape
+    queries = q.float().reshape(num_queries, num_kv_heads, -1, head_dim)
+    keys, values = keys.transpose(1, 2), values.transpose(1, 2)
     if layer.sinks is None:
         attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=layer.scale)
     else:

@@ -18,12 +18,23 @@ class ImageSpan(NamedTuple):
         length: how many there are.
         position: of the first one, in its sequence.
         seq: index of the sequence in the step.
+        image_start: position of the image's first token, which may be in the cache.
     """
 
     row: int
     length: int
     position: int
     seq: int
+    image_start: int
+
+    @property
+    def end(self) -> int:
+        """Position behind the image's last token."""
+        return self.position + self.length
+
+    def first_key(self, window: int | None) -> int:
+        """Position of the first key that a token of the span sees."""
+        return 0 if window is None else max(0, self.position + 1 - window)
 
 
 class ImageAttention:
@@ -45,17 +56,8 @@ class ImageAttention:
         return out
 
     def _attend(self, layer: Any, q: Tensor, k: Tensor, v: Tensor, context: Any, span: ImageSpan, out: Tensor) -> None:
-        end, window = span.position + span.length, layer.window
-        first = 0 if window is None else max(0, span.position + 1 - window)
-        if context.block_tables is None:  # The batch has the whole sequence.
-            start = span.row - span.position
-            keys, values = (x[start + first : start + end] for x in (k, v))
-        else:
-            positions = torch.arange(first, end, device=q.device)
-            size, scales = layer.k_cache.shape[1], layer.kv_scales
-            slots = context.block_tables[span.seq].long()[positions // size] * size + positions % size
-            caches = zip((layer.k_cache, layer.v_cache), (None, None) if scales is None else scales, strict=True)
-            keys, values = (gather(cache, slots, of_cache, q.dtype) for cache, of_cache in caches)
+        window, first, end = layer.window, span.first_key(layer.window), span.end
+        keys, values = self._seen(layer, k, v, context, span, q.dtype)
         mask = None
         if window is not None and window < end - first:
             mask = torch.ones(span.length, end - first, dtype=torch.bool, device=q.device)
@@ -65,3 +67,20 @@ class ImageAttention:
         options: Any = {"attn_mask": mask, "scale": layer.scale, "enable_gqa": True}
         found = F.scaled_dot_product_attention(queries, keys, values, **options)
         out[rows] = found.squeeze(0).transpose(0, 1)
+
+    @staticmethod
+    def _seen(
+        layer: Any, k: Tensor, v: Tensor, context: Any, span: ImageSpan, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values from the first one that the span sees to the image's end, [num_keys, num_kv_heads, head_dim].
+        dtype: of those that come from a cache."""
+        first, end = span.first_key(layer.window), span.end
+        if context.block_tables is None:  # The batch has the whole sequence.
+            start = span.row - span.position
+            return k[start + first : start + end], v[start + first : start + end]
+        positions = torch.arange(first, end, device=k.device)
+        size, scales = layer.k_cache.shape[1], layer.kv_scales
+        slots = context.block_tables[span.seq].long()[positions // size] * size + positions % size
+        caches = zip((layer.k_cache, layer.v_cache), (None, None) if scales is None else scales, strict=True)
+        keys, values = (gather(cache, slots, of_cache, dtype) for cache, of_cache in caches)
+        return keys, values

@@ -58,11 +58,24 @@ class ImageColumns(Columns):
         max_patches: that the tower computes at once.
     """
 
-    def __init__(self, model: SeeingDecoder, dtype: torch.dtype, device: torch.device, max_model_len: int):
-        """dtype: of the model."""
+    def __init__(
+        self,
+        model: SeeingDecoder,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+        one_by_one: bool = False,
+    ):
+        """
+        Args:
+            dtype: of the model.
+            one_by_one: whether the tower computes each image alone. Then its operations have the same shapes each time,
+                and so an image's rows have the same bits, whatever images a step has beside it.
+        """
         spec: Any = model.vision_spec
         self._spec, self._tower, self._dtype, self._device = spec, model.vision, dtype, device
         self.max_image_rows, self.max_patches = spec.limits(max_model_len)
+        self._one_by_one = one_by_one
         self._kept = torch.empty(self.max_image_rows, spec.row_size, dtype=dtype, device=device)
         self._kept_key: tuple[int, int] | None = None  # (seq_id, index of the image) of what it has
         if spec.has_axes:
@@ -111,7 +124,7 @@ class ImageColumns(Columns):
                 piece = _Piece(start - placed.start, stop - start, work.num_rows)
                 work = work._replace(num_rows=work.num_rows + piece.length)
                 if self._spec.is_bidirectional:
-                    work.spans.append(ImageSpan(start - begin + first, piece.length, start, owner))
+                    work.spans.append(ImageSpan(start - begin + first, piece.length, start, owner, placed.start))
                 key = seq.seq_id, index
                 if key == self._kept_key:
                     work.kept.append(piece)
@@ -188,7 +201,7 @@ class ImageColumns(Columns):
         batch, num_patches = list[_Encoded](), 0
         for each in encoded:
             own = self._spec.num_patches(each.image)
-            if batch and num_patches + own > self.max_patches:
+            if batch and (self._one_by_one or num_patches + own > self.max_patches):
                 yield batch
                 batch, num_patches = [], 0
             batch.append(each)
