@@ -31,7 +31,8 @@ class EngineAtOnce(LLM):
     """Answers without a model: in fours, the last one first."""
 
     def __init__(self, model, **options):
-        self.config = SimpleNamespace(model=str(model), tokenizer=str(model), load_format="auto")
+        options = {"tokenizer": str(model), "load_format": "auto", "data_parallel_size": 1}
+        self.config = SimpleNamespace(model=str(model), **options)
 
     def exit(self):
         pass
