@@ -93,6 +93,7 @@ class Gemma3Vision(VisionSpec):
         super().__init__(config)
         fields, tower = self.fields, self.fields["vision_config"]
         self.placeholder_id, self.max_image_rows = fields["image_token_index"], fields["mm_tokens_per_image"]
+        self.marker_id = fields["boi_token_index"]
         self._num_patches = (tower["image_size"] // tower["patch_size"]) ** 2
         self.patches_per_row = -(-self._num_patches // self.max_image_rows)
 

@@ -51,6 +51,7 @@ class VisionSpec(ABC):
         fields: that dictionary.
         hidden_size: numbers in a row, the text model's.
         placeholder_id: the token that stands for one row.
+        marker_id: the token of the marker, where that is another one; else None.
         num_added: how many layers' outputs an image also adds to (the deep stack of Qwen3-VL): the first ones.
         prefixes: what the checkpoint's names of the tower's parameters begin with -> what ours do.
         patches_per_row: how many patches of the tower make a row, at most.
@@ -65,6 +66,7 @@ class VisionSpec(ABC):
     """
 
     placeholder_id: int
+    marker_id: int | None = None
     num_added: int = 0
     prefixes: ClassVar[dict[str, str]]
     patches_per_row: int

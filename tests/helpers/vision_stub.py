@@ -15,6 +15,7 @@ class StubSpec:
     """An image has a row for each of its rows of pixels. "[image]" in a text becomes the token of a place."""
 
     placeholder_id = PLACE
+    marker_id = None
 
     def write_images(self, text: str, tokenizer: Any) -> str:
         return text.replace("[image]", tokenizer.convert_ids_to_tokens(PLACE) if tokenizer else "")

@@ -287,6 +287,17 @@ def test_gemmas_text_around_an_image():
     )
 
 
+@needs_family("gemma3")
+def test_gemmas_marker_without_an_image(make_case):
+    """Only around images it becomes a placeholder."""
+    case = make_case("gemma3")
+    with make_llm(case.path) as llm:
+        for places in ([BEGIN], [IMAGE], [BEGIN, IMAGE, END]):
+            outputs = llm.generate([case.prompts[2], [5, *places]], greedy(2), False, on_error="return")
+            assert outputs[0]["token_ids"] == case.expected[2][:2]
+            assert "prompts[1]: its prompt has 1 place for images, and it has no image" in outputs[1]["error"]
+
+
 @needs_family("qwen3_vl_moe")
 def test_experts_in_both_layouts(make_case, tmp_path):
     """Checkpoints have the matrices of a layer's experts transposed, and transformers 5 has them as they are used:

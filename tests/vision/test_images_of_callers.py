@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("PIL", reason="needs the extra images")
 from checkpoints import make_llm, needs_family, skip_unless_known
 from job_files import ReadHere, by_id, interrupted_after, read_folder, read_lines, write_lines
-from vision_checkpoints import MARK, draw_image, make_image_tokenizer, make_vision_checkpoint
+from vision_checkpoints import IMAGE, MARK, draw_image, make_image_tokenizer, make_vision_checkpoint
 
 from nanovllm import ImageRules, SamplingParams, read_image
 from nanovllm.cli import main
@@ -121,6 +121,45 @@ def test_a_template_without_a_place_for_images(llm):
         llm.chat(ask({"type": "image", "image": "x"}), PARAMS, False, blind)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [
+        f"{MARK}x",
+        [5, IMAGE, 7],
+        {"prompt": f"{MARK}x"},
+        {"prompt": f"{MARK}x", "images": []},
+        {"prompt": f"{MARK}x", "images": None},
+        {"prompt_token_ids": [IMAGE]},
+    ],
+)
+def test_a_place_without_an_image_is_an_error_of_its_prompt(llm, prompt):
+    outputs = llm.generate(["read", prompt], PARAMS, use_tqdm=False, on_error="return")
+    assert outputs[0]["text"] == llm.generate("read", PARAMS, use_tqdm=False)[0]["text"]
+    said = rf"its prompt has 1 place for images, and it has no image: each needs one place.* every {re.escape(MARK)} is"
+    assert re.fullmatch(rf"prompts\[1\]: {said} a place, also one that a text itself contains", outputs[1]["error"])
+    with pytest.raises(ValueError, match=rf"prompt: {said}"):
+        llm.add_request(prompt, PARAMS)
+    with pytest.raises(ValueError, match=rf"prompts\[0\]: {said}"):
+        llm.score([prompt], ["x"])
+    with pytest.raises(ValueError, match=r"completions\[0\]: its prompt has 1 place"):
+        llm.score(["read"], [[IMAGE]])
+
+
+def test_a_text_that_contains_the_token_of_a_place(llm, scans):
+    said = rf"{re.escape(MARK)} is a place, also one that a text itself contains"
+    with pytest.raises(ValueError, match=rf"its prompt has 1 place for images, and it has no image: .*{said}"):
+        llm.chat([{"role": "user", "content": f"what does {MARK} mean?"}], PARAMS, use_tqdm=False)
+    parts = {"type": "image", "image": scans / "a.png"}, {"type": "text", "text": MARK}
+    with pytest.raises(ValueError, match=rf"its prompt has 2 places for images, and it has 1 image: .*{said}"):
+        llm.chat(ask(*parts), PARAMS, use_tqdm=False)
+
+
+def test_without_a_tower_the_token_of_a_place_is_any_other(path):
+    with make_llm(path, skip_tokenizer_init=False, max_model_len=300, text_only=True) as llm:
+        (output,) = llm.generate(f"{MARK}x", PARAMS, use_tqdm=False)
+        assert output["num_prompt_tokens"] == 2
+
+
 # -- jobs --------------------------------------------------------------------------------------------------------------
 
 
@@ -137,6 +176,21 @@ def test_a_job_asks_each_image_of_a_folder_once(llm, scans, expected, tmp_path):
     assert len(rows) == 3
     with pytest.raises(ValueError, match="prompt was 'read' and is now 'copy'"):
         run_batch(output=tmp_path / "answers", **asked | {"prompt": "copy"})
+
+
+def test_a_line_with_a_place_and_no_image_is_wrong(llm, tmp_path):
+    """A column of another name than `images` is data, also if it names an image."""
+    lines = [{"id": 1, "prompt": f"{MARK}x", "image": "a.png"}, {"id": 2, "prompt": "x", "image": "a.png"}]
+    lines += [{"id": 3, "prompt_token_ids": [IMAGE]}, {"id": 4, "messages": [{"role": "user", "content": MARK}]}]
+    file = write_lines(tmp_path / "lines.jsonl", lines)
+    check = check_batch(file, llm, **OPTIONS)
+    assert (check.num_lines, check.num_failed) == (4, 3)
+    summary = run_batch(file, tmp_path / "answers", llm, **OPTIONS)
+    assert (summary.num_answered, summary.num_failed) == (1, 3)
+    (row,) = read_folder(tmp_path / "answers")
+    assert (row["id"], row["image"]) == (2, "a.png")
+    errors = read_lines(tmp_path / "answers" / "_errors.jsonl")
+    assert all("1 place for images, and it has no image" in error["error"] for error in errors)
 
 
 def test_a_folder_that_has_changed_is_another_job(llm, scans, tmp_path):
@@ -213,6 +267,16 @@ def test_the_server_reads_images_that_requests_hold(client, scans, expected):
     assert answer.usage.prompt_tokens == text.usage.prompt_tokens + 8 + 2  # its rows, between two marks
     parts = client.chat.completions.create(model="tiny", messages=messages, stream=True, **options)
     assert "".join(part.choices[0].delta.content or "" for part in parts) == expected["b.png"]
+
+
+def test_the_server_refuses_a_place_without_an_image(client):
+    import openai
+
+    said = "1 place for images, and it has no image"
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.completions.create(model="tiny", prompt=f"{MARK}x", max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match=said):
+        client.chat.completions.create(model="tiny", messages=[{"role": "user", "content": MARK}], max_tokens=1)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """ImagePrompts: from prompts with images to token ids and what the vision tower reads."""
 
+from array import array
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import chain, islice
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 import torch
 
 from nanovllm.config import Config
@@ -66,6 +68,21 @@ class ImagePrompts:
         spec, model = self._spec, self._config.model
         dtype = str(self._config.dtype).removeprefix("torch.")
         return ImageReader(spec, self._tokenizer, lambda: load_processor(spec, model), dtype=dtype)
+
+    def as_array(self, token_ids: list[int]) -> array:
+        """As `prompts.as_array`. Raises ValueError also for a place without an image."""
+        tokens = as_array(token_ids, self._config.hf_config.vocab_size)
+        if not isinstance(token_ids, ImageTokens):
+            values = np.frombuffer(tokens, np.int32)
+            if any((values == place).any() for place in self._places):
+                self.reader.check_places(token_ids, 0)
+        return tokens
+
+    @cached_property
+    def _places(self) -> list[int]:
+        """The tokens that stand for an image, or for a row of one."""
+        spec = self._spec
+        return [place for place in (spec.placeholder_id, spec.marker_id) if place is not None]
 
     def read_all(self, prompts: list[Any]) -> list[ImageTokens | list[int] | str | Exception]:
         """What `read` gives for each, or the TypeError or ValueError that it raises. Several threads read the images,

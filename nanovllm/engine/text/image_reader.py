@@ -129,13 +129,21 @@ class ImageReader:
     def check_places(self, token_ids: Sequence[int], num_images: int) -> None:
         """Raises ValueError unless a prompt has one token for each of its images, and no more than are allowed. Nothing
         is read for it."""
-        num_places = sum(token == self._spec.placeholder_id for token in token_ids)
+        token_ids, place = list(token_ids), self._spec.placeholder_id
+        num_places = token_ids.count(place)
+        if not num_images and self._spec.marker_id is not None:
+            # As the template wrote it: only around images markers become placeholders.
+            num_places = max(num_places, num_markers := token_ids.count(self._spec.marker_id))
+            place = self._spec.marker_id if num_markers else place
         if num_places != num_images:
+            name = f"token {place}" if self._tokenizer is None else self._tokenizer.convert_ids_to_tokens(place)
+            reason = "each needs one place, which chat templates write"
+            if num_places > num_images:
+                reason += f"; every {name} is a place, also one that a text itself contains"
             raise ValueError(
-                f"its prompt has {num_places} place{'s' * (num_places != 1)} for images, and it has {num_images} "
-                f"image{'s' * (num_images != 1)}: each needs one place, which chat templates write"
+                f"its prompt has {num_places} place{'s' * (num_places != 1)} for images, and it has "
+                f"{num_images or 'no'} image{'s' * (num_images > 1)}: {reason}"
             )
-
         self.check_number(num_images)
 
     def check_number(self, num_images: int) -> None:

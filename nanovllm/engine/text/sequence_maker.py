@@ -2,9 +2,9 @@
 
 import secrets
 from array import array
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from copy import copy
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from xxhash import xxh64_intdigest
@@ -21,6 +21,7 @@ from nanovllm.engine.text.prompt_encoder import PromptEncoder
 from nanovllm.engine.text.prompts import Prompt, as_array, read_prompt
 from nanovllm.engine.text.special_options import NOTHING_SPECIAL, SpecialOptions
 from nanovllm.engine.text.text_stream import TextStream
+from nanovllm.models.registry import find_vision
 from nanovllm.pooling_params import PoolingParams
 from nanovllm.sampling_params import SamplingParams
 from nanovllm.utils.checks import quoted
@@ -46,7 +47,7 @@ class SequenceMaker:
         if hasattr(config.hf_config, "vision"):
             self.encoder.accept_images(lambda text: self.image_prompts.reader.write_images(text))
         self.detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._vocab_size = config.hf_config.vocab_size
+        self._as_array: Callable[[list[int]], array] = partial(as_array, vocab_size=config.hf_config.vocab_size)
         self._eos = config.eos
         # From it requests without a seed get one each.
         self._seed = secrets.randbits(63) if config.seed is None else config.seed
@@ -54,6 +55,8 @@ class SequenceMaker:
         self._special = SpecialOptions(config, tokenizer, self.detokenizer)
         self._generates = config.task == "generate"
         self._config, self._tokenizer = config, tokenizer
+        if find_vision(config.hf_config) is not None:
+            self._as_array = self.image_prompts.as_array  # A place without an image is an error.
 
     @cached_property
     def pooled(self) -> PooledRequests:
@@ -130,7 +133,7 @@ class SequenceMaker:
         try:
             if isinstance(token_ids, Exception):
                 raise token_ids
-            tokens = as_array(token_ids, self._vocab_size)
+            tokens = self._as_array(token_ids)
             if len(tokens) >= self._length_limit.max_seq_len:
                 self._length_limit.check(len(tokens))
         except (TypeError, ValueError) as error:
@@ -184,7 +187,7 @@ class SequenceMaker:
                     raise token_ids
                 if hasattr(token_ids, "images"):
                     raise TypeError("has images: only completions can be asked for, by generate and its like")
-                encoded.append(as_array(token_ids, self._vocab_size))
+                encoded.append(self._as_array(token_ids))
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name}[{i}]: {error}") from error
         return encoded

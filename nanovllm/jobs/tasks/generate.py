@@ -151,6 +151,8 @@ class GeneratePreparer:
                     prompt = prompt["prompt_token_ids"]
                 # The engine's process gets no tools, unless it reads calls by them: many lines have the same thousands
                 # of characters.
+                if not line.num_images:
+                    prompt = self._without_places(prompt)
                 is_wrong = isinstance(prompt, Exception)
                 result = prompt if is_wrong else line._replace(prompt=prompt, chat_options=ChatOptions())
                 if line.split is not None and isinstance(result, Line):
@@ -160,6 +162,15 @@ class GeneratePreparer:
             outcome = (result, None) if isinstance(result, Line) else (None, str(result))
             prepared.append(Prepared(position, raw.id, raw.file, raw.number, *outcome))
         return prepared
+
+    def _without_places(self, prompt: list[int] | Exception) -> list[int] | Exception:
+        """The prompt of a line without images, or the error that it has a place for one."""
+        if isinstance(prompt, list) and not isinstance(self._images, str):
+            try:
+                self._images.check_places(prompt, 0)
+            except ValueError as error:
+                return error
+        return prompt
 
     def _shared(self, tools: list[Any] | None) -> list[Any] | None:
         """The same object for equal tools, which a pickle then holds once for many lines."""
