@@ -51,6 +51,11 @@ class ImageRules:
         return int(self.max_image_mib * 2**20)
 
     @property
+    def max_url_bytes(self) -> int:
+        """Of an image as a data: URL, in base64."""
+        return -(-self.max_bytes // 3) * 4
+
+    @property
     def max_pixels(self) -> int:
         return int(self.max_image_megapixels * 1e6)
 

@@ -296,6 +296,22 @@ def test_the_server_reads_no_others_by_default(client, url, said):
         client.chat.completions.create(model="tiny", messages=messages)
 
 
+def test_a_body_has_room_for_the_largest_image(client):
+    """20 MiB of base64, and so 15 of a file, by the default rules: 50."""
+    import openai
+
+    def ask_of(num_characters):
+        url = "data:image/png;base64," + "A" * num_characters
+        client.chat.completions.create(model="tiny", messages=ask({"type": "image_url", "image_url": {"url": url}}))
+
+    with pytest.raises(openai.BadRequestError, match="it is no image"):
+        ask_of(20 << 20)
+    said = rf"more than {2**24 + 69905068} bytes, which follow from max_image_mib \(--max-image-mib\)"
+    with pytest.raises(openai.APIStatusError, match=said) as found:
+        ask_of(84 << 20)
+    assert found.value.status_code == 413
+
+
 def test_the_server_limits_the_images_of_a_request(path, capsys):
     assert main(["serve", str(path), "--max-images", "0"]) == 2
     assert "max_images=0: must be" in capsys.readouterr().err

@@ -74,6 +74,7 @@ class EngineLoop:
         answers: how the model's answers to chats are written.
         background: for requests that go behind those of the event loop.
         images: reads those of conversations; None if the model reads none.
+        image_rules: which images are read.
     """
 
     def __init__(self, llm: LLM, chat_template: str | None = None, image_rules: ImageRules | None = None):
@@ -87,11 +88,12 @@ class EngineLoop:
         self._llm = llm
         self.answers = llm.answer_format(chat_template)
         self._encoder, self._chat_template = llm.prompt_encoder, chat_template
+        self.image_rules = ImageRules(max_images=MAX_IMAGES) if image_rules is None else image_rules
         self.images = find_image_reader(
             llm.config.model,
             None,
             llm.get_tokenizer(),
-            ImageRules(max_images=MAX_IMAGES) if image_rules is None else image_rules,
+            self.image_rules,
             str(llm.config.dtype).removeprefix("torch."),
         )
         # New submissions and cancelled ones; _WAKE if there is something to do in the background; None at the end.

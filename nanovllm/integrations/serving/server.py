@@ -36,7 +36,7 @@ from nanovllm.utils.text_json import as_json, parse_json
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 2**24
+MAX_BODY_BYTES = 2**24  # without images
 SECONDS_TO_END = 1  # that the calls under way have when the server ends
 _IMAGE_THREADS = 8  # that read requests' images; other requests do not wait for them
 _TYPES = {500: "server_error", 503: "server_error"}
@@ -50,6 +50,10 @@ class Api:
         self._engine, self._responder, self._batches, self._splits = engine, responder, batches, splits
         self._metrics = Metrics(responder.model)
         self._image_threads = ThreadPoolExecutor(_IMAGE_THREADS, "nanovllm-images")
+        # The largest image has room as a data: URL.
+        self._max_body_bytes = MAX_BODY_BYTES
+        if engine.images is not None:
+            self._max_body_bytes += engine.image_rules.max_url_bytes
 
     def app(self) -> Starlette:
         routes = [
@@ -114,7 +118,7 @@ class Api:
         return lambda body: Call(kind, body, self._engine.answers, **self._splits)
 
     async def _complete(self, make_call: Callable[[Row], Call | PooledServerCall], request: Request) -> Response:
-        body = await _read_body(request)
+        body = await _read_body(request, self._max_body_bytes)
         self._check_model(body.get("model"))
         try:
             call = make_call(body)
@@ -169,7 +173,7 @@ class _Json(JSONResponse):
         return as_json(content).encode()
 
 
-async def _read_body(request: Request) -> dict[str, Any]:
+async def _read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> dict[str, Any]:
     # A page in a browser can post text to a loopback address, but not JSON.
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, "the body must be JSON: send 'Content-Type: application/json'")
@@ -177,8 +181,9 @@ async def _read_body(request: Request) -> dict[str, Any]:
     async for part in request.stream():
         parts.append(part)
         size += len(part)
-        if size > MAX_BODY_BYTES:
-            raise HTTPException(413, f"the body has more than {MAX_BODY_BYTES} bytes")
+        if size > max_bytes:
+            reason = "" if max_bytes == MAX_BODY_BYTES else ", which follow from max_image_mib (--max-image-mib)"
+            raise HTTPException(413, f"the body has more than {max_bytes} bytes{reason}")
     try:
         body = parse_json(b"".join(parts).decode())
     except ValueError as error:
