@@ -113,6 +113,7 @@ class Gemma4Vision(Gemma3Vision):
     both_ways_in = "layers with a window"
     processor = "Gemma4ImageProcessor"
     max_image_rows = 1120  # the largest max_soft_tokens of the image processor
+    table = "position_embedding_size"  # of the configuration: positions that the tower knows, of columns and of lines
 
     def __init__(self, config):
         VisionSpec.__init__(self, config)
@@ -145,6 +146,13 @@ class Gemma4Vision(Gemma3Vision):
         return ProcessedImage(
             found["pixel_values"], None, num_patches // self.patches_per_row, {"positions": positions}
         )
+
+    def check(self, image):
+        columns, lines = (image.extra["positions"].flatten(0, -2).amax(0) + 1).tolist()
+        if max(columns, lines) > (known := self.fields["vision_config"][self.table]):
+            raise ValueError(
+                f"it becomes {columns} x {lines} patches, and the vision tower knows {known} positions a side: cut it"
+            )
 
     def make_tower(self):
         from transformers import AutoConfig
@@ -179,6 +187,7 @@ class Gemma4UnifiedVision(Gemma4Vision):
         "model.embed_vision.embedding_projection.": "vision.multimodal_embedder.embedding_projection.",
         "model.embed_vision.": "vision.",  # as transformers holds all of them in memory
     }
+    table = "mm_posemb_size"
     # The family's own does the same, and needs torchvision.
     always_this_processor = True
 

@@ -134,6 +134,10 @@ class VisionSpec(ABC):
     def process(self, processor: Any, image: Any) -> ProcessedImage:
         """What the processor makes of a PIL image in mode RGB."""
 
+    def check(self, image: ProcessedImage) -> None:  # noqa: B027
+        """Raises ValueError for an image that the tower cannot take, such as one longer than its table of positions: in
+        a step that would be an error of all requests."""
+
     # -- the model -------------------------------------------------------------------------------------------------
 
     @abstractmethod

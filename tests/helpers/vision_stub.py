@@ -33,6 +33,9 @@ class StubSpec:
         mask = torch.ones(height, dtype=torch.bool)
         return ProcessedImage(values, (1, height, width), height, {"size": (height, width), "mask": mask})
 
+    def check(self, image: ProcessedImage) -> None:
+        pass
+
 
 def stub_reader(tokenizer: Any = None, **options: Any) -> ImageReader:
     spec: Any = StubSpec()

@@ -3,6 +3,7 @@
 import json
 import math
 import pickle
+import re
 import shutil
 import threading
 from copy import copy
@@ -42,7 +43,7 @@ from nanovllm import LLM, find_image_reader, reads_images
 from nanovllm.config import Config
 from nanovllm.engine.features.images.image_sequence import ThinkingImageSequence
 from nanovllm.engine.features.speculation import speculative_scheduler
-from nanovllm.engine.images import ImagePrompt, load_processor
+from nanovllm.engine.images import ImageInput, ImagePrompt, load_processor
 from nanovllm.engine.start.memory import largest_prefill
 from nanovllm.engine.text import image_prompts, image_reader
 from nanovllm.fit import needs
@@ -263,6 +264,26 @@ def test_wrong_images_are_errors_of_their_request(case, change, error, message):
         outputs = llm.generate([case.prompts[0] | change, case.prompts[2]], greedy(2), False, on_error="return")
         assert "error" in outputs[0]
         assert outputs[1]["token_ids"] == case.expected[2][:2]
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(family, marks=needs_family(family)) for family in ("gemma4", "gemma4_unified")]
+)
+def test_an_image_that_the_tower_has_no_positions_for(case, family):
+    """It costs the prompts beside it nothing, also if a caller has processed it."""
+    size = (2000, 10) if family == "gemma4" else (4000, 10)
+    long = case.prompts[0] | {"images": [draw_image(*size, seed=0)]}
+    spec = find_vision(Config(str(case.path), device="cpu").hf_config)
+    processed = spec.process(load_processor(spec, str(case.path)), long["images"][0])
+    given = ImageInput.of(processed, bytes(32))
+    prepared = ImagePrompt(spec.expand(long["prompt"], [given.num_rows]), [given])
+    said = r"it becomes \d+ x \d patches, and the vision tower knows 64 positions a side"
+    with make_llm(case.path) as llm:
+        prompts = [case.prompts[0], long, case.prompts[2], prepared]
+        outputs = llm.generate(prompts, greedy(NUM_TOKENS), False, on_error="return")
+    assert [outputs[i]["token_ids"] for i in (0, 2)] == [case.expected[i] for i in (0, 2)]
+    assert re.search(rf"prompts\[1\]: images\[0\]: image of {size[0]} x 10 pixels: {said}", outputs[1]["error"])
+    assert re.search(rf"prompts\[3\]: images\[0\]: {said}", outputs[3]["error"])
 
 
 @needs_family("gemma3")

@@ -124,6 +124,10 @@ class ImagePrompts:
             prompt = self._process(text, images)
         most = min(cast(int, self._config.max_model_len), self._spec.max_image_rows)
         for i, image in enumerate(prompt.images):
+            try:
+                self._spec.check(image.processed)
+            except ValueError as error:
+                raise ValueError(f"images[{i}]: {error}") from error
             if image.num_rows > most:
                 raise ValueError(
                     f"images[{i}]: takes {image.num_rows} tokens, and this engine accepts images of {most} at most: "

@@ -154,7 +154,7 @@ class ImageReader:
 
     def read(self, source: Any) -> PackedImage:
         """An image in any form of `read_image`, or one that has been read before. Raises as `read_image`, and
-        ValueError for one that the processor refuses."""
+        ValueError for one that the processor or the tower refuses."""
         from PIL import Image
 
         from nanovllm.engine.images import ImageInput
@@ -170,6 +170,10 @@ class ImageReader:
             processed = self._spec.process(self._processor, Image.fromarray(found.pixels))
         except Exception as error:  # The library's own classes.
             raise ValueError(f"image of {found.width} x {found.height} pixels: {one_line(error)}") from error
+        try:
+            self._spec.check(processed)
+        except ValueError as error:
+            raise ValueError(f"image of {found.width} x {found.height} pixels: {error}") from error
         return PackedImage.of(ImageInput.of(processed, found.sha256), self._dtype)
 
     def try_read(self, source: Any) -> PackedImage | Exception:
