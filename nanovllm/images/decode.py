@@ -66,6 +66,8 @@ def decode(data: bytes, rules: ImageRules) -> ImagePixels:
         image = pillow.open(io.BytesIO(data), formats=[kind])
     except Exception as error:  # Each format raises whatever it likes.
         raise ValueError(f"it is a broken {kind} file: {one_line(error)}") from error
+    if not _HAS_END.get(kind, bool)(data):  # The others are broken to Pillow then.
+        raise ValueError(f"it is a broken {kind} file: its end is missing")
     with image:
         rules.check_size(*image.size)
         try:
@@ -159,6 +161,37 @@ _SIZES: dict[str, Callable[[bytes], tuple[int, int] | None]] = {
     "GIF": _gif_size,
     "WEBP": _webp_size,
 }
+
+
+def _png_has_end(data: bytes) -> bool:
+    place = 8
+    while place + 12 <= len(data):
+        length, name = int.from_bytes(data[place : place + 4], "big"), data[place + 4 : place + 8]
+        place += 12 + length
+        if name == b"IEND":
+            return place <= len(data)
+    return False
+
+
+def _gif_has_end(data: bytes) -> bool:
+    place = 13 + _size_of_colors(data[10:11])
+    while (kind := data[place : place + 1]) in (b"!", b","):
+        if kind == b"!":  # an extension, and its label
+            place += 2
+        else:  # a frame, and the size of its codes
+            place += 11 + _size_of_colors(data[place + 9 : place + 10])
+        while length := int.from_bytes(data[place : place + 1], "big"):
+            place += 1 + length
+        place += 1
+    return kind == b";"
+
+
+def _size_of_colors(flags: bytes) -> int:
+    """Bytes of a GIF's table of colors."""
+    return 3 << (flags[0] % 8 + 1) if flags and flags[0] & 0x80 else 0
+
+
+_HAS_END: dict[str, Callable[[bytes], bool]] = {"PNG": _png_has_end, "GIF": _gif_has_end}
 
 
 def _as_rgb(image: "Image.Image") -> "Image.Image":

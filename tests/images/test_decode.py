@@ -120,6 +120,24 @@ def test_files_that_are_cut_off_are_refused(kind, share):
         decode(data[: int(len(data) * share)], RULES)
 
 
+@pytest.mark.parametrize(("kind", "num_bytes"), [("PNG", 12), ("PNG", 4), ("JPEG", 2), ("GIF", 1), ("WEBP", 1)])
+def test_files_without_their_end_are_refused(kind, num_bytes):
+    data = as_file(picture(61, 40), kind)
+    assert decode(data + b"more", ImageRules()).width == 61
+    with pytest.raises(ValueError, match=f"it is a broken {kind} file"):
+        decode(data[:-num_bytes], ImageRules())
+
+
+@pytest.mark.parametrize("kind", ["PNG", "GIF"])
+def test_the_end_of_files_with_several_frames(kind):
+    first, second = (Image.fromarray(picture(20, 30, seed)) for seed in range(2))
+    file = io.BytesIO()
+    first.save(file, kind, save_all=True, append_images=[second], comment=b"a;b" * 200)
+    assert decode(file.getvalue(), ImageRules()).height == 30
+    with pytest.raises(ValueError, match=f"it is a broken {kind} file: its end is missing"):
+        decode(file.getvalue()[: -12 if kind == "PNG" else -1], ImageRules())
+
+
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
 def test_damaged_files_give_an_error_or_pixels_and_nothing_else(kind):
     data = as_file(picture(32, 32), kind)
