@@ -17,6 +17,10 @@ from nanovllm.utils.checks import quoted
 
 FORMS = "a path, a data: URL, an http(s) URL, the bytes of a file, or Pillow's image"
 _SPACE = re.compile(r"\s+")
+_BASE64 = re.compile(r"[A-Za-z0-9+/\s]+[=\s]*")
+_BEGINNINGS = ("/9j/", "iVBORw0KGgo", "R0lGOD", "UklGR")  # of a JPEG, PNG, GIF and WebP in base64
+_SHORTEST = 40  # characters of an image of one pixel, or fewer
+_LONGER_THAN_PATHS = 4097
 
 
 def read_image(source: Any, *, rules: ImageRules | None = None) -> ImagePixels:
@@ -37,14 +41,18 @@ def read_image(source: Any, *, rules: ImageRules | None = None) -> ImagePixels:
     if isinstance(source, ImagePixels):
         return source
     try:
-        if isinstance(source, Mapping) and source.get("bytes") is not None:
-            source = source["bytes"]
-        elif isinstance(source, Mapping):
-            source = source.get("path")
+        if isinstance(source, Mapping):
+            keys = [key for key in ("bytes", "path") if source.get(key) is not None]
+            if not keys:
+                raise TypeError(f'image {quoted(source)}: must have "bytes" or "path", or be {FORMS}')
+            source = source[keys[0]]
         if isinstance(source, bytes | bytearray | memoryview):
             return decode(bytes(source), rules)
         if isinstance(source, str | os.PathLike):
             return decode(_read_text(os.fspath(source), rules), rules)
+        if hasattr(source, "ndim") and hasattr(source, "shape"):
+            given = f"{type(source).__name__} of shape {tuple(source.shape)}"
+            raise TypeError(f"an image must be {FORMS}, not {given}: PIL.Image.fromarray makes one of an array")
         if hasattr(source, "getexif") and hasattr(source, "convert"):
             return from_pillow(source, rules)
     except ValueError as error:
@@ -73,7 +81,16 @@ def _read_text(source: Any, rules: ImageRules) -> bytes:
         raise ValueError(f"URLs of {scheme or 'this kind'} are not read; file, data, http and https are")
     if not source:
         raise ValueError("is empty")
+    if _is_base64(source):
+        raise ValueError("is base64, and no path: put data:image/png;base64, in front of it")
     return read_file(source, rules)
+
+
+def _is_base64(text: str) -> bool:
+    """Whether it is an image in base64, or far too long for a path."""
+    if not text.startswith(_BEGINNINGS) and len(text) < _LONGER_THAN_PATHS:
+        return False
+    return len(text) >= _SHORTEST and _BASE64.fullmatch(text) is not None
 
 
 def _of_data_url(url: str, rules: ImageRules) -> bytes:
@@ -82,6 +99,8 @@ def _of_data_url(url: str, rules: ImageRules) -> bytes:
         raise ValueError("is no data: URL, which is data:image/png;base64,...")
     if not head.lower().endswith(";base64"):
         rules.check_bytes(len(text) / 3)
+        if _is_base64(unquote(text)):
+            raise ValueError(f"is base64, and does not say so: it must begin with data:{head};base64,")
         return unquote_to_bytes(text)
     rules.check_bytes(len(text) * 3 / 4 - 2)
     if "%" in text:

@@ -36,7 +36,7 @@ class _Refused(ValueError):
 def fetch(url: str, rules: ImageRules) -> bytes:
     """The bytes that a URL leads to. Raises ValueError if it may not be fetched, or cannot be."""
     if not rules.allow_remote:
-        raise ValueError("is not fetched: allow_remote (--allow-remote) is off")
+        raise ValueError(f"is not fetched: allow_remote ({rules.remedy('allow_remote', 'True')}) is off")
     clock = _Clock(rules.remote_seconds)
     try:
         for _ in range(rules.max_redirects + 1):

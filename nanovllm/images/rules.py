@@ -59,12 +59,19 @@ class ImageRules:
     def max_pixels(self) -> int:
         return int(self.max_image_megapixels * 1e6)
 
+    def remedy(self, option: str, value: str = "...") -> str:
+        """How one sets an option, in a message: a caller's own images (image_root is ANYWHERE) are read without
+        commands and their options."""
+        if self.image_root == ANYWHERE:
+            return f"read_image(..., rules=ImageRules({option}={value}))"
+        return f"--{option.replace('_', '-')}"
+
     def check_bytes(self, num_bytes: float) -> None:
         """Raises ValueError if a file of this size is too large."""
         if num_bytes > self.max_bytes:
             raise ValueError(
-                f"its file has {num_bytes / 2**20:.1f} MiB; max_image_mib (--max-image-mib) allows "
-                f"{self.max_image_mib:g}"
+                f"its file has {num_bytes / 2**20:.1f} MiB; max_image_mib "
+                f"({self.remedy('max_image_mib')}) allows {self.max_image_mib:g}"
             )
 
     def check_size(self, width: int, height: int) -> None:
@@ -72,5 +79,5 @@ class ImageRules:
         if width * height > self.max_pixels:
             raise ValueError(
                 f"it has {width} x {height} pixels, {width * height / 1e6:.1f} million; max_image_megapixels "
-                f"(--max-image-megapixels) allows {self.max_image_megapixels:g}"
+                f"({self.remedy('max_image_megapixels')}) allows {self.max_image_megapixels:g}"
             )

@@ -37,7 +37,7 @@ _quoter = _Quoter()
 def quoted(value: object) -> str:
     """A value as an error message shows it: its repr, or the beginning of that if it is long. A collection may have any
     size and depth."""
-    text = _quoter.repr(value)
+    text = " ".join(map(str.strip, _quoter.repr(value).splitlines()))  # Arrays have several.
     return text if len(text) <= _MAX_QUOTED else f"{text[:_MAX_QUOTED]}..."
 
 

@@ -527,6 +527,7 @@ def test_every_odd_value_is_accepted_or_refused_in_few_words(cls, name):
 def test_short_values_are_quoted_as_they_are():
     for value in (5, -1, None, True, 1.5, "a", "\n", b"a", (1, "a"), [], {}, {"a": [1]}, {1, 2}, range(3), 10**300):
         assert quoted(value) == repr(value)
+    assert "\n" not in quoted(np.zeros((40, 40)))
     assert quoted("ab" * 5000) == repr("ab" * 50) + "... (10000 characters)"
 
 

@@ -30,6 +30,10 @@ def as_file(pixels, kind="PNG", **options) -> bytes:
     return file.getvalue()
 
 
+def as_base64(kind: str) -> str:
+    return base64.b64encode(as_file(picture(), kind)).decode()
+
+
 def chunk(name: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
 
@@ -280,20 +284,53 @@ def test_the_hash_tells_sizes_and_pixels_apart():
     ("source", "error", "said"),
     [
         (7, TypeError, "image 7: must be a path"),
-        ({"path": None}, TypeError, "must be a path"),
+        ({"path": None}, TypeError, r"image {'path': None}: must have \"bytes\" or \"path\", or be a path"),
+        ({"url": "https://a.example/a.png"}, TypeError, r"image {'url': 'https.*'}: must have \"bytes\" or \"path\""),
+        (
+            np.zeros((40, 40, 3)),
+            TypeError,
+            r"must be a path, .*, not ndarray of shape \(40, 40, 3\): PIL.Image.fromarray",
+        ),
+        (as_base64("JPEG"), ValueError, "is base64, and no path: put data:image/png;base64, in front of it"),
+        (as_base64("PNG"), ValueError, "is base64, and no path"),
+        (as_base64("PNG")[:40], ValueError, "is base64, and no path"),
+        (
+            f"data:image/png,{as_base64('PNG')}",
+            ValueError,
+            "does not say so: it must begin with data:image/png;base64,",
+        ),
+        (f"data:image/jpeg,{as_base64('JPEG')}", ValueError, "it must begin with data:image/jpeg;base64,"),
         ("", ValueError, "image '': is empty"),
         ("s3://bucket/page.png", ValueError, "URLs of s3 are not read"),
         ("data:image/png;base64,&&&&", ValueError, "is not base64"),
         ("data:image/png", ValueError, "is no data: URL"),
-        ("http://example.com/a.png", ValueError, r"allow_remote \(--allow-remote\) is off"),
+        (
+            "http://example.com/a.png",
+            ValueError,
+            r"allow_remote \(read_image\(..., rules=ImageRules\(allow_remote=True\)\)\) is off",
+        ),
         ("no-such-file.png", ValueError, "image 'no-such-file.png': it cannot be read: No such file"),
         (b"abc", ValueError, "image of 3 bytes: it is no image"),
         (Image.new("F", (1, 1)), ValueError, "mode F"),
     ],
 )
 def test_a_wrong_source_is_named(source, error, said):
-    with pytest.raises(error, match=said):
+    with pytest.raises(error, match=said) as found:
         read_image(source)
+    assert "\n" not in str(found.value)
+
+
+def test_limits_name_what_a_caller_can_set():
+    """A command has an option; a caller of Python reads the image by rules of his own."""
+    large = Image.new("RGB", (9000, 9000))
+    with pytest.raises(ValueError, match=r"\(read_image\(..., rules=ImageRules\(max_image_megapixels=...\)\)\)"):
+        read_image(large)
+    with pytest.raises(ValueError, match=r"max_image_megapixels \(--max-image-megapixels\) allows 50"):
+        read_image(large, rules=ImageRules())
+    with pytest.raises(ValueError, match=r"max_image_mib \(read_image\(..., rules=ImageRules\(max_image_mib=...\)\)\)"):
+        read_image(bytes(51 << 20))
+    with pytest.raises(ValueError, match=r"allow_remote \(--allow-remote\) is off"):
+        read_image("http://example.com/a.png", rules=ImageRules())
 
 
 def test_a_large_data_url_is_refused_before_it_is_decoded(monkeypatch):

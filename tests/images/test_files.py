@@ -71,7 +71,7 @@ def test_without_a_root_no_file_is_read(root):
             read_image(path, rules=ImageRules())
 
 
-@pytest.mark.parametrize("name", ["pipe", "inner", "nothing.png", "a\0b", "x" * 5000])
+@pytest.mark.parametrize("name", ["pipe", "inner", "nothing.png", "a\0b", "x." * 2500])
 def test_what_is_no_file_is_refused_at_once(root, name):
     if name == "pipe":
         os.mkfifo(root / "pipe")  # To open it would wait for ever.

@@ -100,7 +100,7 @@ def test_chat_takes_several_images_and_streams(llm, scans):
         ),
         ([{"type": "image", "image": b"abc"}], "it is no image"),
         ([{"type": "text", "text": MARK}, {"type": "image", "image": "x.png"}], "its prompt has 2 places for images"),
-        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}], "allow_remote"),
+        ([{"type": "image_url", "image_url": {"url": "http://127.0.0.1/"}}], r"rules=ImageRules\(allow_remote=True\)"),
         ([{"type": "image_url", "image_url": {"url": "x", "detail": "low"}}], "detail='low': cannot be served"),
         ([{"type": "video_url", "video_url": {"url": "x"}}], r"message 0: content\[0\] has type 'video_url', which is"),
         ([{"type": "input_audio", "input_audio": {}}], "has type 'input_audio', which is not read"),
@@ -143,6 +143,28 @@ def test_a_place_without_an_image_is_an_error_of_its_prompt(llm, prompt):
         llm.score([prompt], ["x"])
     with pytest.raises(ValueError, match=r"completions\[0\]: its prompt has 1 place"):
         llm.score(["read"], [[IMAGE]])
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given"),
+    [
+        ({"images": ["a.png"]}, "{'images': list}"),
+        ({"messages": [], "images": ["a.png"]}, "{'messages': list, 'images': list}"),
+        ({"prompt": 5, "images": ["a.png"]}, "{'prompt': int, 'images': list}"),
+        ({"prompt": {}, "images": ["a.png"]}, "{'prompt': dict, 'images': list}"),
+        ({"prompt": MARK, "image": "a.png"}, "{'prompt': str, 'image': str}"),
+        ({"prompt": MARK, "multi_modal_data": {"image": 1}}, "{'prompt': str, 'multi_modal_data': dict}"),
+    ],
+)
+def test_a_wrong_form_is_shown_whole_beside_the_one_of_images(llm, prompt, given):
+    said = rf"{{'prompt': a string or token ids, 'images': a list}} or .*, not {re.escape(given)}$"
+    with pytest.raises(TypeError, match=said):
+        llm.generate([prompt], PARAMS, use_tqdm=False)
+
+
+def test_too_many_images_of_a_caller(llm):
+    with pytest.raises(ValueError, match="it has 1001 images; this engine allows a prompt 1000"):
+        llm.generate([{"prompt": MARK * 1001, "images": ["a.png"] * 1001}], PARAMS, use_tqdm=False)
 
 
 def test_a_text_that_contains_the_token_of_a_place(llm, scans):

@@ -15,7 +15,7 @@ from nanovllm.engine.deterministic import refuses_images
 from nanovllm.engine.features.images.image_sequence import PlacedImages
 from nanovllm.engine.images import ImageInput, ImagePrompt, load_processor
 from nanovllm.engine.text.image_reader import ImageReader
-from nanovllm.engine.text.prompts import as_array, read_prompt
+from nanovllm.engine.text.prompts import as_array, read_prompt, wrong_form
 from nanovllm.models.registry import find_vision
 from nanovllm.models.vision import VisionSpec
 from nanovllm.utils.checks import quoted
@@ -164,5 +164,8 @@ def _parts(prompt: Mapping[str, Any]) -> tuple[str | list[int], list[Any]]:
     images, text = given.pop("images"), given.get("prompt")
     if isinstance(images, str | bytes | Mapping) or not isinstance(images, Iterable):
         raise TypeError(f"images={quoted(images)}: must be a list of paths, URLs or Pillow's images")
-    is_ids = given.keys() == {"prompt"} and not isinstance(text, str)
-    return read_prompt(text if is_ids else given), list(images)
+    is_ids = given.keys() == {"prompt"} and not isinstance(text, str | Mapping)
+    try:
+        return read_prompt(text if is_ids else given), list(images)
+    except TypeError as error:
+        raise wrong_form(prompt) from error

@@ -149,8 +149,10 @@ class ImageReader:
     def check_number(self, num_images: int) -> None:
         """Raises ValueError for more images than a prompt may have."""
         if num_images > self._rules.max_images:
-            allowed = self._rules.max_images
-            raise ValueError(f"it has {num_images} images; max_images (--max-images) allows a prompt {allowed}")
+            allowed, option = self._rules.max_images, "max_images (--max-images)"
+            if self._rules.image_root == ANYWHERE:  # of a caller, who cannot set it
+                option = "this engine"
+            raise ValueError(f"it has {num_images} images; {option} allows a prompt {allowed}")
 
     def read(self, source: Any) -> PackedImage:
         """An image in any form of `read_image`, or one that has been read before. Raises as `read_image`, and

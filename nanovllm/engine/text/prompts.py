@@ -23,8 +23,8 @@ _ENCODING_KEYS = {
     *("length", "overflowing_tokens", "num_truncated_tokens", "overflow_to_sample_mapping"),
 }
 _FORMS = (
-    "must be a string, a list of integer token ids, {'prompt': a string}, {'prompt_token_ids': token ids} or a "
-    "tokenizer's whole output with its attention_mask"
+    "must be a string, a list of integer token ids, {'prompt': a string}, {'prompt_token_ids': token ids}, "
+    "{'prompt': a string or token ids, 'images': a list} or a tokenizer's whole output with its attention_mask"
 )
 
 
@@ -93,21 +93,26 @@ def read_prompt(prompt: Any) -> str | list[int]:
         value = given.get("prompt_token_ids" if has_ids else "prompt")
         is_right = not isinstance(value, str | Mapping) if has_ids else isinstance(value, str)
         if not is_right or given.keys() - {"prompt", "prompt_token_ids"}:
-            raise TypeError(f"{_FORMS}, not {_describe(prompt)}")
+            raise wrong_form(prompt)
         return read_prompt(value)
     token_ids = _plain(prompt)
     if not isinstance(token_ids, Iterable):
-        raise TypeError(f"{_FORMS}, not {_describe(prompt)}")
+        raise wrong_form(prompt)
     if getattr(prompt, "ndim", 1) == 2 and len(prompt) == 1:  # a tokenizer's return_tensors for one text
         (token_ids,) = token_ids
     return list(token_ids)
+
+
+def wrong_form(prompt: object) -> TypeError:
+    """That this is no prompt."""
+    return TypeError(f"{_FORMS}, not {_describe(prompt)}")
 
 
 def _encoded_rows(encoding: Mapping[str, Any]) -> list[list[int]]:
     """Token ids of each text in a tokenizer's output, without the padding that its attention_mask marks."""
     rows, masks = (_plain(encoding.get(key)) for key in ("input_ids", "attention_mask"))
     if not isinstance(rows, list | tuple) or not encoding.keys() <= _ENCODING_KEYS:
-        raise TypeError(f"{_FORMS}, not {_describe(encoding)}")
+        raise wrong_form(encoding)
     if not rows or _is_number(rows[0]):
         rows, masks = [rows], None if masks is None else [masks]
     rows = [_plain(row) for row in rows]
