@@ -39,6 +39,7 @@ _IMAGE_KEYS = {
     "input_image": ("image_url",),
     "image": ("image", "url", "path", "base64"),
 }
+_SOURCES = {name for names in _IMAGE_KEYS.values() for name in names}
 _DETAILS = ("auto", "high", "original")  # What OpenAI calls reading an image as it is.
 
 
@@ -98,12 +99,19 @@ def _check_part(part: Any, where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has type {quoted(kind)}, which is not read: texts and images are")
     if kind != "text" or not isinstance(part.get("text"), str):
         raise ValueError(f'{where} must be {{"type": "text", "text": ...}} or an image')
-    return without_nulls(part)
+    checked = without_nulls(part)
+    if images := {"image", "image_url"} & checked.keys():
+        raise ValueError(f"{where} is a text, and has {', '.join(sorted(images))}: an image is a part of its own")
+    return checked
 
 
 def _image_source(part: dict[str, Any], kind: str, where: str) -> Any:
-    given = [name for name in _IMAGE_KEYS[kind] if name in part]
-    if len(given) != 1:
+    given = [name for name in part if name in _SOURCES]
+    if len(given) > 1:
+        raise ValueError(f"{where} is one image, and has {' and '.join(given)}: give it in one way")
+    if part.get("text"):
+        raise ValueError(f"{where} is an image, and has a text: that is a part of its own")
+    if len(given) != 1 or given[0] not in _IMAGE_KEYS[kind]:
         form = '{"type": "image_url", "image_url": {"url": ...}} or {"type": "image", "image": ...}'
         raise ValueError(f"{where} is an image, and must have the form {form}")
     source, detail = part[given[0]], part.get("detail", "auto")
