@@ -327,6 +327,13 @@ def test_the_server_reads_no_others_by_default(client, url, said):
         client.chat.completions.create(model="tiny", messages=messages)
 
 
+def test_completions_of_the_server_take_no_images(client):
+    import openai
+
+    with pytest.raises(openai.BadRequestError, match="images"):
+        client.completions.create(model="tiny", prompt="x", max_tokens=1, extra_body={"images": ["data:,"]})
+
+
 def test_a_body_has_room_for_the_largest_image(client):
     """20 MiB of base64, and so 15 of a file, by the default rules: 50."""
     import openai
