@@ -20,7 +20,7 @@ from nanovllm.engine.text.formats.all_formats import find_format
 from nanovllm.engine.text.formats.answers import AnswerFormat
 from nanovllm.engine.text.outputs import ChatDelta, ErrorOutput, RequestOutput, Score, StreamDelta, as_result
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
-from nanovllm.engine.text.prompts import Prompt, as_prompts, pair_lazily, params_per_prompt
+from nanovllm.engine.text.prompts import Prompt, TextTokens, as_prompts, pair_lazily, params_per_prompt
 from nanovllm.engine.text.streaming import PromptFeed, new_deltas
 from nanovllm.engine.vectors import BATCHES_AHEAD, VectorEngine
 from nanovllm.models.loader import TensorFacts, checked_tensors
@@ -367,7 +367,7 @@ class LLM(VectorEngine):
                 raise ValueError(f"completions: {len(completions)} of them for {len(prompts)} prompts; pass one each")
             beginnings = self._sequences.encode_all(prompts, "prompts")
             endings = self._sequences.encode_completions(completions, beginnings)
-            whole = [[*beginning, *ending] for beginning, ending in zip(beginnings, endings, strict=True)]
+            whole = [TextTokens([*beginning, *ending]) for beginning, ending in zip(beginnings, endings, strict=True)]
             limit = self.scheduler.max_seq_len - 1
             for i, token_ids in enumerate(whole):
                 if len(token_ids) > limit:

@@ -351,6 +351,19 @@ def test_only_completions_can_be_asked_for(case):
         llm.score(case.prompts[:1], [[1, 2]])
 
 
+def test_a_completion_may_have_the_token_of_an_images_place(case):
+    """Scored as in an engine of texts: a model may sample it."""
+    scores = []
+    with make_llm(case.path) as llm:
+        place = find_vision(llm.config.hf_config).placeholder_id
+        scores += llm.score([[5, 6, 7]], [[8, place, 9]], use_tqdm=False)
+    with make_llm(case.path, text_only=True) as llm:
+        scores += llm.score([[5, 6, 7]], [[8, place, 9]], use_tqdm=False)
+    scores = [score["logprobs"] for score in scores]
+    assert len(scores[0]) == 3
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
 def test_a_checkpoint_of_the_text_model_alone(case, tmp_path):
     """Its configuration may still describe the tower."""
     path = shutil.copytree(case.path, tmp_path / "text")

@@ -15,7 +15,7 @@ from nanovllm.engine.deterministic import refuses_images
 from nanovllm.engine.features.images.image_sequence import PlacedImages
 from nanovllm.engine.images import ImageInput, ImagePrompt, load_processor
 from nanovllm.engine.text.image_reader import ImageReader
-from nanovllm.engine.text.prompts import as_array, read_prompt, wrong_form
+from nanovllm.engine.text.prompts import TextTokens, as_array, read_prompt, wrong_form
 from nanovllm.models.registry import find_vision
 from nanovllm.models.vision import VisionSpec
 from nanovllm.utils.checks import quoted
@@ -72,7 +72,7 @@ class ImagePrompts:
     def as_array(self, token_ids: list[int]) -> array:
         """As `prompts.as_array`. Raises ValueError also for a place without an image."""
         tokens = as_array(token_ids, self._config.hf_config.vocab_size)
-        if not isinstance(token_ids, ImageTokens):
+        if not isinstance(token_ids, ImageTokens | TextTokens):
             values = np.frombuffer(tokens, np.int32)
             if any((values == place).any() for place in self._places):
                 self.reader.check_places(token_ids, 0)

@@ -150,6 +150,10 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Number) or (getattr(value, "ndim", None) == 0 and not isinstance(value, str | bytes))
 
 
+class TextTokens(list):
+    """Token ids that are all text, also the one that stands for an image: a model may have sampled it."""
+
+
 def as_array(token_ids: list[int], vocab_size: int) -> array:
     """int32 token ids. Raises TypeError or ValueError unless all are in the vocabulary: any other would end the
     process's CUDA context."""

@@ -18,7 +18,7 @@ from nanovllm.engine.text.detokenizer import Detokenizer
 from nanovllm.engine.text.image_prompts import ImagePrompts
 from nanovllm.engine.text.pooled_requests import PooledRequests
 from nanovllm.engine.text.prompt_encoder import PromptEncoder
-from nanovllm.engine.text.prompts import Prompt, as_array, read_prompt
+from nanovllm.engine.text.prompts import Prompt, TextTokens, as_array, read_prompt
 from nanovllm.engine.text.special_options import NOTHING_SPECIAL, SpecialOptions
 from nanovllm.engine.text.text_stream import TextStream
 from nanovllm.models.registry import find_vision
@@ -195,7 +195,9 @@ class SequenceMaker:
     def encode_completions(self, completions: list[Prompt], prompts: list[array]) -> list[array]:
         """Token ids of each completion, those of a text such that they add it to their prompt's text, if the tokenizer
         can write it. Raises as encode_all."""
-        encoded = self.encode_all(completions, "completions", add_special_tokens=False)
+        # The model may have sampled any token.
+        given = [TextTokens(each) if type(each) is list else each for each in completions]
+        encoded = self.encode_all(given, "completions", add_special_tokens=False)
         for i, (completion, prompt) in enumerate(zip(completions, prompts, strict=True)):
             text = read_prompt(completion)
             if self.detokenizer is None or not isinstance(text, str):
