@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from nanovllm import AnswerFormat, Conversation, SamplingParams, as_conversations, image_sources
-from nanovllm.jobs.columns import Columns, column_name, is_missing
+from nanovllm.jobs.columns import Columns, column_name, is_missing, names_of
 from nanovllm.openai_format import openai_batch
 from nanovllm.openai_format.request_names import (
     CHAT_OPTIONS,
@@ -183,6 +183,12 @@ class LineFormat(Columns):
         if self.image_column is None and self.line_parameters and self.prompt_names == PROMPTS:
             return IMAGES
         return self.image_column
+
+    def check_columns(self, columns: list[str], has_requests: bool = False) -> None:
+        super().check_columns(columns, has_requests)
+        name = self.image_column
+        if name is not None and name not in columns:
+            raise ValueError(f"image_column={name!r}: no line has this column; there are: {names_of(columns)}")
 
     def copies(self, name: str) -> bool:
         return super().copies(name) and name != self._image_column

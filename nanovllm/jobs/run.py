@@ -337,8 +337,8 @@ class Job:
             self.arguments.check_engine(is_elsewhere)
         found = self.scan()
         self.arguments.tell_parameters(found.columns)
-        if before is None and found.columns and found.first_openai is None:
-            self.arguments.line_format.check_columns(found.columns)
+        if before is None and found.columns:
+            self.arguments.line_format.check_columns(found.columns, found.first_openai is not None)
         if before is None:
             self.check_lines(all_may_fail=False)
         self.is_continued = before is not None

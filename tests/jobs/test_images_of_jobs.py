@@ -223,6 +223,28 @@ def test_a_column_of_a_table_is_data_unless_it_is_named():
     assert (line.images, line.columns) == ((), {"images": "x.png"})
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "beside requests"])
+def test_a_mistyped_column_of_images_is_refused(kind, llm, path, tmp_path):
+    """Otherwise all lines would be answered without their images."""
+    file = write_lines(tmp_path / "lines.jsonl", [{"q": "a", "pic": "x.png"}])
+    options = {"prompt_column": "q", "image_column": "pics", "system": "b"}
+    if kind == "beside requests":
+        write_lines(file, [{"q": "a", "pic": "x.png"}, {"custom_id": "b", "body": {"prompt": "c"}}])
+    elif kind == "parquet":
+        pytest.importorskip("pyarrow", reason="needs the extra jobs")
+        import pyarrow.parquet
+
+        file = tmp_path / "lines.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"q": "a", "pic": "x.png"}]), file)
+        options = {"template": "{q}", "image_column": "pics"}
+    said = r"^image_column='pics': no line has this column; there are: 'q', 'pic'"
+    with pytest.raises(ValueError, match=said):
+        run_batch(file, tmp_path / "answers", llm, **options, use_tqdm=False)
+    with pytest.raises(ValueError, match=said):
+        check_batch(file, llm, **options, use_tqdm=False)
+    assert not (tmp_path / "answers").exists()
+
+
 def test_the_root_is_the_one_folder_of_the_input(tmp_path):
     assert folder_of([f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl"]) == str(tmp_path)
     assert folder_of([f"{tmp_path}/a.jsonl", f"{tmp_path}/c/b.jsonl"]) is None
