@@ -7,14 +7,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nanovllm import LLM
+from nanovllm.jobs.arguments import answer_format
 from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, differences, machine_facts
 from nanovllm.jobs.folder import JobFolder
 from nanovllm.jobs.inputs import require_pyarrow
 from nanovllm.jobs.lines import Row, from_json
 from nanovllm.jobs.pooled_receipts import pooled_again, pooled_difference
 from nanovllm.jobs.receipt_images import IMAGE_RULES, ImagesAgain, answered_again
-from nanovllm.jobs.receipts import IMAGES, RECEIPT, params_of, samples_of
+from nanovllm.jobs.receipts import IMAGES, RECEIPT, check_receipt, params_of, samples_of
+from nanovllm.jobs.shown_rows import ShownRows, is_of_openai
+from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.checks import is_int, require
 from nanovllm.utils.file_errors import names_file
 from nanovllm.utils.text_json import parse_json
@@ -43,7 +48,7 @@ def verify_batch(
     image_root: str | os.PathLike[str] | None = None,
 ) -> Verified:
     """Answer lines of a job again, and compare bit by bit: tokens and log-probabilities; or vectors, classes and
-    scores, those of receipts and those that rows show.
+    scores. Also what rows show of the answers, and their number with the manifest's.
 
     Args:
         output: the job's folder or file.
@@ -55,7 +60,7 @@ def verify_batch(
 
     Raises:
         ValueError: the job is not deterministic, or its bits depend on something that is another one here; the message
-            says what differs. Or it has no answers yet, or one without a receipt.
+            says what differs. Or it has no answers yet, or one without a receipt, or with a damaged one.
         FileNotFoundError: the model is no longer where it was.
     """
     require("sample", sample, sample is None or is_int(sample, 1, 2**63), "a positive integer, or None for all lines")
@@ -70,10 +75,27 @@ def verify_batch(
         raise folder.refusal(f"{reason} (--deterministic)")
     facts = machine_facts()
     _refuse_others(folder, {name: manifest[BITS].get(name) for name in facts}, facts)
+    if (difference := _difference_of_counts(folder, manifest)) is not None:
+        return Verified(0, folder.read().answered, difference)
     if isinstance(model, LLM):
         return _verify(folder, model, manifest, sample, seed, alone, use_tqdm, image_root)
     with _engine(manifest[ENGINE], model, use_tqdm) as llm:
         return _verify(folder, llm, manifest, sample, seed, alone, use_tqdm, image_root)
+
+
+def _difference_of_counts(folder: JobFolder, manifest: Row) -> str | None:
+    """Whether rows are gone, or twice there, in words. There may be more than the manifest says: a call that was killed
+    could not count its own."""
+    hashes = bytearray()
+    counts = folder.read(hashes.extend)
+    if (num_rows := counts.answered + counts.failed) > len(np.unique(np.frombuffer(hashes, "S16"))):
+        return f"some of its {num_rows} answers and errors are of the same line"
+    said = manifest["progress"].get("answered", 0)
+    if counts.answered < said and (num_answered := folder.read_all().answered) < said:
+        return f"{said - num_answered} answers are gone: it had {said} and has {num_answered}"
+    if num_rows > manifest["num_lines"]:
+        return f"it has {num_rows} answers and errors of {manifest['num_lines']} lines"
+    return None
 
 
 def _engine(options: Row, model: str | os.PathLike[str] | None, use_tqdm: bool) -> LLM:
@@ -120,7 +142,8 @@ def _verify(
         images = None
         if IMAGE_RULES in manifest and any(IMAGES in receipt for receipt in receipts):
             images = ImagesAgain(llm, manifest[IMAGE_RULES], image_root)
-        outputs, differs = _generated_again(llm, receipts, images, alone, use_tqdm), _generated_difference
+        outputs = _generated_again(llm, receipts, images, alone, use_tqdm)
+        differs = partial(_generated_difference, shown=ShownRows(job, _responder(llm, job)))
     else:
         outputs = pooled_again(llm, receipts, alone)
         differs = partial(pooled_difference, dtype=job.get("embedding_dtype", "float32"))
@@ -144,17 +167,29 @@ def _rows(counts: dict[Path, int], wanted: set[int]) -> Iterator[tuple[Row, Row]
     for part, num_rows in counts.items():
         places = {place - first for place in wanted if first <= place < first + num_rows}
         for row in _parquet_rows(part, places) if part.suffix == ".parquet" else _json_rows(part, places):
-            receipt = row.get(RECEIPT)
-            if isinstance(receipt, str):
-                receipt = parse_json(receipt)
-            if not isinstance(receipt, dict) or "params" not in receipt:
-                raise ValueError(f"{part}: line {_id_of(row)!r} has no receipt")
-            yield row, receipt
+            try:
+                yield row, _receipt_of(row)
+            except ValueError as error:
+                raise ValueError(f"{part}: line {_id_of(row)!r} {error}") from None
         first += num_rows
 
 
+def _receipt_of(row: Row) -> Row:
+    """Raises ValueError, which says what is wrong with the row."""
+    receipt = row.get(RECEIPT)
+    if receipt is None:
+        raise ValueError("has no receipt")
+    try:
+        if isinstance(receipt, str):
+            receipt = parse_json(receipt)
+        check_receipt(receipt)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"has a damaged receipt: it {error}") from None
+    return receipt
+
+
 def _id_of(row: Row) -> Any:
-    return row.get("custom_id" if "response" in row and "num_prompt_tokens" not in row else "id")
+    return row.get("custom_id" if is_of_openai(row) else "id")
 
 
 def _json_rows(part: Path, places: set[int]) -> Iterator[Row]:
@@ -198,8 +233,18 @@ def _generated_again(
     return (llm.generate([prompt], [each], use_tqdm=False)[0] for prompt, each in pairs)
 
 
-def _generated_difference(row: Row, receipt: Row, again: Any) -> str | None:
-    return again if isinstance(again, str) else _first_difference(receipt["samples"], samples_of(again))
+def _responder(llm: LLM, job: Row) -> Responder:
+    """As that of the job."""
+    name = job.get("chat_format", llm.config.chat_format)
+    return Responder(
+        llm.config.model, llm.get_tokenizer, partial(answer_format, template=job.get("chat_template"), name=name)
+    )
+
+
+def _generated_difference(row: Row, receipt: Row, again: Any, shown: ShownRows) -> str | None:
+    if isinstance(again, str):
+        return again
+    return _first_difference(receipt["samples"], samples_of(again)) or shown.difference(row, receipt, again)
 
 
 def _first_difference(before: list[Row], now: list[Row]) -> str | None:
