@@ -74,6 +74,9 @@ class Inputs:
     """All lines of a job's files, in order.
 
     A line's number in the whole job, from 0, is its place. Blank lines have none.
+
+    Attributes:
+        image_fingerprints: of each image by its name, with image_prompt, once `fingerprints` has been called.
     """
 
     def __init__(
@@ -93,12 +96,14 @@ class Inputs:
         if names is None:
             names = [PurePosixPath(path).name for path in paths]
         self.names = names if len(set(names)) == len(names) else paths  # Lines without an id are named by them.
+        self.image_fingerprints: dict[str, str] = {}
 
     def fingerprints(self) -> list[Row]:
         """What tells whether a file has changed, of each: its name, its size, and a hash of all its bytes. Of images
         one for all."""
         if self.image_prompt is not None:
-            return [{"name": "images"} | fingerprint_images(self.paths, self.names)]
+            of_all, self.image_fingerprints = fingerprint_images(self.paths, self.names)
+            return [{"name": "images"} | of_all]
         return [{"name": name} | _fingerprint(path) for name, path in zip(self.names, self.paths, strict=True)]
 
     def lines(self, is_done: np.ndarray | None = None) -> Iterator[tuple[int, RawLine]]:

@@ -24,7 +24,8 @@ from nanovllm.jobs.bits import differences as facts_that_differ
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
 from nanovllm.jobs.first_lines import Packages, check_first_lines
-from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
+from nanovllm.jobs.folder import FILE_FORMATS, IMAGES, Counts, FolderLost, JobFolder
+from nanovllm.jobs.image_changes import image_changes, keep_images
 from nanovllm.jobs.image_options import ask_images, folder_of, image_rules
 from nanovllm.jobs.image_room import ImageRoom
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
@@ -251,7 +252,7 @@ class Job:
         return self.arguments.task
 
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
-        found = self._begin(overwrite)
+        found = self._begin(overwrite, bool(retry_errors))
         try:
             self.folder.recover(self.parquet)
         except OSError as error:
@@ -318,8 +319,9 @@ class Job:
 
     # -- before work begins --------------------------------------------------------------------------------------------
 
-    def _begin(self, overwrite: bool) -> Scan:
-        """Check that the folder, the input and the call belong together. Reads or writes the manifest."""
+    def _begin(self, overwrite: bool, retries: bool) -> Scan:
+        """Check that the folder, the input and the call belong together. Reads or writes the manifest. retries: whether
+        lines that have failed are tried again."""
         of_call = {"ordered": self.ordered, "format": self.format, "prompt": self.inputs.image_prompt}
         job = self.arguments.describe() | of_call
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
@@ -327,7 +329,7 @@ class Job:
         files, model_files = self.inputs.fingerprints(), job_fingerprint(self.arguments)
         try:
             if before is not None:
-                self._check_same(before, job, files, model_files)
+                self._check_same(before, job, files, model_files, retries)
         except ValueError:
             if self.folder.read_all().answered:
                 raise
@@ -354,6 +356,7 @@ class Job:
             self.folder.clear()
         if before is not None:
             self.manifest = before
+            self._keep_images(files)
             if model_files is not None:
                 self._check_same_model(model_files)
             return found
@@ -361,7 +364,18 @@ class Job:
         self.manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
         self.manifest |= {} if model_files is None else {"model_files": model_files}
         self.folder.write_manifest(self.manifest)
+        self._keep_images(files)
         return found
+
+    def _keep_images(self, files: list[Row]) -> None:
+        """What the images are now, some of which may be others than before. files: their fingerprint in the manifest.
+        Each of these files may be the last one that is written."""
+        is_other = self.manifest["input"] != files
+        if self.inputs.image_prompt is not None and (is_other or not (self.folder.path / IMAGES).exists()):
+            keep_images(self.folder, self.inputs.image_fingerprints)
+        if is_other:
+            self.manifest["input"] = files
+            self.folder.write_manifest(self.manifest)
 
     def scan(self) -> Scan:
         """Look through the input. Raises ValueError."""
@@ -376,11 +390,13 @@ class Job:
         elif self.inputs.image_prompt is not None:  # This machine has no model, and so reads no images.
             raise ValueError(f"images: cannot be read: {self.arguments.read_plan(self.inputs).images}")
 
-    def _check_same(self, before: Row, job: Row, files: list[Row], model_files: Fingerprint | None) -> None:
+    def _check_same(
+        self, before: Row, job: Row, files: list[Row], model_files: Fingerprint | None, retries: bool
+    ) -> None:
         """Raises ValueError if the manifest is another job's."""
         # The manifest of a job that generates names no task, as in earlier versions.
         self._check_same_job({"task": "generate"} | before["job"], {"task": "generate"} | job)
-        self._check_same_files(before["input"], files)
+        self._check_same_files(before["input"], files, retries)
         known = before.get("model_files")
         if known is not None and model_files is not None and (what := differences(known, model_files)):
             self._refuse(f"its model was another one: {what}")
@@ -394,14 +410,25 @@ class Job:
         if differing:
             self._refuse("; ".join(differing))
 
-    def _check_same_files(self, before: list[Row], now: list[Row]) -> None:
+    def _check_same_files(self, before: list[Row], now: list[Row], retries: bool) -> None:
         names, names_now = ([file["name"] for file in files] for files in (before, now))
         if names != names_now:
             self._refuse(f"the input was {', '.join(names)} and is now {', '.join(names_now)}")
         for old, new in zip(before, now, strict=True):
-            if old != new:
+            if old != new and self.inputs.image_prompt is not None:
+                self._check_same_images(retries)
+            elif old != new:
                 sizes = f"it had {old['size']} bytes and now has {new['size']}"
                 self._refuse(f"the input {new['name']} has changed: {sizes}{', others' * (old['size'] == new['size'])}")
+
+    def _check_same_images(self, retries: bool) -> None:
+        """The images together are others than those of the manifest."""
+        changes = image_changes(self.folder, self.inputs.image_fingerprints)
+        if changes is None:
+            self._refuse("the input images has changed")
+        if changes.names and not (retries and changes.have_failed):
+            hint = "; retry_errors (--retry-errors) tries it again" if changes.have_failed else ""
+            self._refuse(f"the input images has changed: {changes.what}{hint}")
 
     def _check_same_model(self, now: Fingerprint) -> None:
         """Also of an engine that has just started, if its files could not be known before."""
