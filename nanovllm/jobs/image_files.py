@@ -67,7 +67,7 @@ def image_row(name: str, prompt: str) -> Row:
 
 
 def fingerprint_images(paths: list[str], names: list[str]) -> tuple[Row, dict[str, str]]:
-    """What tells whether images have changed, of all together, and of each by its name: names and sizes, and a sample of
+    """What tells whether images have changed, of all together, and of each by its name: names, sizes and a sample of
     each. To read all of a million scans would take hours."""
     size, digest, of_each = 0, xxh3_128(), {}
     for path, name in zip(paths, names, strict=True):

@@ -34,7 +34,9 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
 from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Progress, generated
-from nanovllm.jobs.receipt_images import IMAGE_RULES, kept_rules
+from nanovllm.jobs.receipt_images import IMAGE_RULES, joined_rules, kept_rules
+from nanovllm.jobs.receipt_rows import num_rows, rows_with_receipts
+from nanovllm.jobs.receipts import IMAGES as IMAGES_OF_RECEIPT
 from nanovllm.jobs.task import Task
 from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.work import Work
@@ -260,6 +262,7 @@ class Job:
         corrections = Corrections(self.folder, self.inputs.id_column)
         is_done, self.counts = self._read_answers(found)
         if self.is_continued and (retry_errors or not is_done.all()):
+            self._check_same_root()
             self.check_lines(all_may_fail=True)
         if retry_errors is True:
             self.folder.forget_errors()
@@ -444,6 +447,19 @@ class Job:
         elif what := differences(before, now):
             self._refuse(f"its model was another one: {what}")
 
+    @property
+    def _image_rules(self) -> Row:
+        return kept_rules(self.arguments.image_rules)
+
+    def _check_same_root(self) -> None:
+        """Receipts name images below one root, which is in the manifest."""
+        before, now = self.manifest.get(IMAGE_RULES, self._image_rules)["image_root"], self._image_rules["image_root"]
+        if before == now:
+            return
+        counts = {part: num_rows(part) for part in self.folder.parts()}
+        if any(IMAGES_OF_RECEIPT in receipt for _, receipt in rows_with_receipts(counts, range(sum(counts.values())))):
+            self._refuse(f"image_root (--image-root) was {before!r} and is now {now!r}, and its receipts have images")
+
     def _check_same_bits(self, llm: LLM) -> None:
         """All receipts of a job are of one machine."""
         now = bits_depend_on(llm)
@@ -452,7 +468,7 @@ class Job:
             self._refuse(f"its bits depend on what has changed: {what}")
         self.manifest |= {BITS: now, ENGINE: engine_of(llm)}
         if sees(llm):
-            self.manifest[IMAGE_RULES] = kept_rules(self.arguments.image_rules)
+            self.manifest[IMAGE_RULES] = joined_rules(self.manifest.get(IMAGE_RULES), self._image_rules)
         self.folder.write_manifest(self.manifest)
 
     def _refuse(self, reason: str) -> NoReturn:

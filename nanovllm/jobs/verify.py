@@ -2,9 +2,8 @@
 
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,16 +12,14 @@ from nanovllm import LLM
 from nanovllm.jobs.arguments import answer_format
 from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, differences, machine_facts
 from nanovllm.jobs.folder import JobFolder
-from nanovllm.jobs.inputs import require_pyarrow
-from nanovllm.jobs.lines import Row, from_json
+from nanovllm.jobs.lines import Row
 from nanovllm.jobs.pooled_receipts import pooled_again, pooled_difference
 from nanovllm.jobs.receipt_images import IMAGE_RULES, ImagesAgain, answered_again
-from nanovllm.jobs.receipts import IMAGES, RECEIPT, check_receipt, params_of, samples_of
-from nanovllm.jobs.shown_rows import ShownRows, is_of_openai
+from nanovllm.jobs.receipt_rows import id_of, num_rows, rows_with_receipts
+from nanovllm.jobs.receipts import IMAGES, params_of, samples_of
+from nanovllm.jobs.shown_rows import ShownRows
 from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.checks import is_int, require
-from nanovllm.utils.file_errors import names_file
-from nanovllm.utils.text_json import parse_json
 
 
 class Verified(NamedTuple):
@@ -127,14 +124,14 @@ def _verify(
 ) -> Verified:
     require("model", "LLM", llm.config.deterministic, "an LLM with deterministic=True")
     _refuse_others(folder, manifest[BITS], bits_depend_on(llm))
-    counts = {part: _num_rows(part) for part in folder.parts()}
+    counts = {part: num_rows(part) for part in folder.parts()}
     num_lines = sum(counts.values())
     if not num_lines:
         raise folder.refusal("holds no complete part of answers yet; the job's own command goes on with it")
     chosen = range(num_lines)
     if sample is not None and sample < num_lines:
         chosen = sorted(random.Random(seed).sample(chosen, sample))  # type: ignore[assignment]
-    rows = list(_rows(counts, set(chosen)))
+    rows = list(rows_with_receipts(counts, set(chosen)))
     receipts = [receipt for _, receipt in rows]
     job = manifest["job"]
     outputs: Iterable[Any]
@@ -149,75 +146,8 @@ def _verify(
         differs = partial(pooled_difference, dtype=job.get("embedding_dtype", "float32"))
     for number, ((row, receipt), again) in enumerate(zip(rows, outputs, strict=True), 1):
         if (difference := differs(row, receipt, again)) is not None:
-            return Verified(number, num_lines, f"line {_id_of(row)!r}: {difference}")
+            return Verified(number, num_lines, f"line {id_of(row)!r}: {difference}")
     return Verified(len(rows), num_lines, None)
-
-
-def _num_rows(part: Path) -> int:
-    if part.suffix == ".parquet":
-        with _open_parquet(part) as rows:
-            return rows.metadata.num_rows
-    with names_file(part), open(part, "rb") as file:
-        return sum(raw.endswith(b"\n") for raw in file)
-
-
-def _rows(counts: dict[Path, int], wanted: set[int]) -> Iterator[tuple[Row, Row]]:
-    """The answers at these places with their receipts. counts: rows of each part."""
-    first = 0
-    for part, num_rows in counts.items():
-        places = {place - first for place in wanted if first <= place < first + num_rows}
-        for row in _parquet_rows(part, places) if part.suffix == ".parquet" else _json_rows(part, places):
-            try:
-                yield row, _receipt_of(row)
-            except ValueError as error:
-                raise ValueError(f"{part}: line {_id_of(row)!r} {error}") from None
-        first += num_rows
-
-
-def _receipt_of(row: Row) -> Row:
-    """Raises ValueError, which says what is wrong with the row."""
-    receipt = row.get(RECEIPT)
-    if receipt is None:
-        raise ValueError("has no receipt")
-    try:
-        if isinstance(receipt, str):
-            receipt = parse_json(receipt)
-        check_receipt(receipt)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"has a damaged receipt: it {error}") from None
-    return receipt
-
-
-def _id_of(row: Row) -> Any:
-    return row.get("custom_id" if is_of_openai(row) else "id")
-
-
-def _json_rows(part: Path, places: set[int]) -> Iterator[Row]:
-    with names_file(part), open(part, "rb") as file:
-        for place, raw in enumerate(file):
-            if place in places:
-                try:
-                    yield from_json(raw)
-                except ValueError as error:
-                    raise ValueError(f"{part}:{place + 1}: {error}") from None
-
-
-def _open_parquet(part: Path) -> Any:
-    """Raises ImportError without pyarrow."""
-    require_pyarrow()
-    from pyarrow.parquet import ParquetFile
-
-    return ParquetFile(part)
-
-
-def _parquet_rows(part: Path, places: set[int]) -> Iterator[Row]:
-    first = 0
-    with _open_parquet(part) as rows:
-        for batch in rows.iter_batches():
-            for place in range(batch.num_rows):
-                if first + place in places:
-                    yield batch.slice(place, 1).to_pylist()[0]
-            first += batch.num_rows
 
 
 def _generated_again(
