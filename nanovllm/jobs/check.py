@@ -133,7 +133,7 @@ def check_batch(
         inputs = Inputs(find_files(input), id_column=id_column)  # type: ignore[arg-type]
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
     else:
-        inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
+        inputs, arguments.image_rules = ask_images(input, images, prompt, limits, arguments.task)
     with line_bar("Checking ids", use_tqdm) as bar:
         found = scan(inputs, bar.update)
     num_lines = found.num_lines

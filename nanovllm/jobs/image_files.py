@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from xxhash import xxh3_64, xxh3_128
 
+from nanovllm.jobs.given_paths import as_paths
 from nanovllm.jobs.lines import Row
 from nanovllm.utils.file_errors import names_file
 
@@ -27,8 +28,9 @@ class ImageFiles(NamedTuple):
 
 
 def find_images(patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> ImageFiles:
-    """Paths and globs to files, sorted, each once. Raises FileNotFoundError, and ValueError for a URL or a folder."""
-    given = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    """Paths and globs to files, sorted, each once. Raises FileNotFoundError, ValueError for a URL or a
+    folder, and TypeError for what is no path."""
+    given = as_paths("images", patterns)
     found = set[str]()
     folders = []
     for each in given:

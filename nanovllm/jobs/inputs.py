@@ -18,6 +18,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from nanovllm.jobs.arrow_rows import arrow_rows
+from nanovllm.jobs.given_paths import as_paths
 from nanovllm.jobs.image_files import fingerprint_images, image_row
 from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.openai_format.openai_batch import is_request
@@ -160,11 +161,11 @@ class Inputs:
 def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
     """Paths, globs and fsspec URLs to paths, each once, in the order given and sorted within a glob.
 
-    Raises FileNotFoundError, ValueError for an unknown kind of file, or ImportError for a URL that needs a package.
+    Raises FileNotFoundError, ValueError for an unknown kind of file, TypeError for what is no path, or ImportError for
+    a URL that needs a package.
     """
-    patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     found: dict[str, str] = {}  # by their absolute paths
-    for each in patterns:
+    for each in as_paths("input", patterns):
         pattern = os.fspath(each)
         if "://" in pattern:
             files = _find_remote(pattern)

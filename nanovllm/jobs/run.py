@@ -25,6 +25,7 @@ from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
 from nanovllm.jobs.first_lines import Packages, check_first_lines
 from nanovllm.jobs.folder import FILE_FORMATS, IMAGES, Counts, FolderLost, JobFolder
+from nanovllm.jobs.given_paths import as_paths, check_path
 from nanovllm.jobs.image_changes import image_changes, keep_images
 from nanovllm.jobs.image_options import ask_images, folder_of, image_rules
 from nanovllm.jobs.image_room import ImageRoom
@@ -170,6 +171,9 @@ def run_batch(
     check_price(price_per_hour)
     if ordered and retry_errors:
         raise ValueError("retry_errors: its answers would follow those of later lines, which ordered=True forbids")
+    check_path("output", output)
+    if not isinstance(retry_errors, bool):
+        check_path("retry_errors", retry_errors)
     if "://" in str(output):
         raise ValueError(f"output={str(output)!r}: must be a local folder")
     folder = JobFolder(output)
@@ -207,7 +211,7 @@ def run_batch(
         inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
     else:
-        inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
+        inputs, arguments.image_rules = ask_images(input, images, prompt, limits, arguments.task)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     job = Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
     try:
@@ -221,7 +225,7 @@ def run_batch(
 
 def _find_inputs(patterns: Any, folder: JobFolder) -> list[str]:
     """All files, without the job's own, which a glob may cover. Raises ValueError if one of them is named itself."""
-    named = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    named = as_paths("input", patterns)
     found = find_files(named)
     paths = [path for path in found if not folder.owns(path)]
     for path in found:

@@ -31,6 +31,7 @@ TEMPLATE = (
     "{% if part.type == 'image' %}[image]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 PARAMS = SamplingParams()
+ASKED = {"images": "x.png", "prompt": "read"}
 
 
 def save(path, height=2, width=3, colour=0):
@@ -118,7 +119,7 @@ def test_a_fingerprint_notices_names_sizes_and_contents(folder):
 
 
 def test_a_folder_is_read_with_the_prompt(folder, path, sees):
-    inputs, rules = ask_images(None, str(folder / "**/*.*"), "read", (None, False, None, None, None))
+    inputs, rules = ask_images(None, str(folder / "**/*.*"), "read", (None, False, None, None, None), Generate(LineFormat()))
     lines = lines_of(plan_of(inputs, rules, path))
     tokenizer = find_tokenizer(str(path))
     asked = tokenizer("read")["input_ids"]
@@ -135,6 +136,11 @@ def test_a_folder_is_read_with_the_prompt(folder, path, sees):
         ({"images": "x.png"}, "prompt=None: must be what is asked of each image"),
         ({"prompt": "read"}, "prompt: needs images"),
         ({"images": "x.png", "prompt": "read", "input": "lines.jsonl"}, "input: cannot be given with images"),
+        ({**ASKED, "task": "embed"}, "task='embed': reads no images; images and prompt"),
+        ({**ASKED, "template": "{q}"}, "template='{q}': cannot be given with images and prompt"),
+        ({**ASKED, "prompt_column": "q"}, "prompt_column='q': cannot be given with images and prompt"),
+        ({**ASKED, "id_column": "q"}, "id_column='q': cannot be given with images and prompt"),
+        ({**ASKED, "image_column": "y"}, "image_column='y': cannot be given with images and prompt"),
         ({"input": "lines.jsonl", "image_root": "/nowhere"}, "image_root='/nowhere': must be a folder"),
         ({"input": "lines.jsonl", "max_images": 0}, "max_images=0: must be"),
     ],
@@ -148,6 +154,26 @@ def test_wrong_options_of_images_are_named(options, said, path, tmp_path, monkey
         run_batch(output=tmp_path / "answers", model=path, **options)
     with pytest.raises(ValueError, match=said):
         check_batch(model=path, **options)
+    assert not (tmp_path / "answers").exists()
+
+
+def test_what_is_no_path_is_named(path, tmp_path):
+    file = write_lines(tmp_path / "lines.jsonl", [{"prompt": "a"}])
+    right = {"input": file, "output": tmp_path / "answers", "model": path}
+    for wrong, said in (
+        ({"input": [{"prompt": "x"}]}, r"input=\{'prompt': 'x'\}: must be the path of a file.*each as a line of JSON"),
+        ({"input": {"prompt": "x"}}, r"input=\{'prompt': 'x'\}: must be the path of a file"),
+        ({"input": None}, "input=None: must be the path of a file"),
+        ({"input": None, "images": [3], "prompt": "a"}, "images=3: must be the path of a file"),
+        ({"output": None}, "output=None: must be a path"),
+        ({"model": 5}, "model=5: must be a path"),
+        ({"retry_errors": [{"id": 1}]}, r"retry_errors=\[\{'id': 1\}\]: must be a path"),
+    ):
+        with pytest.raises(TypeError, match=f"^{said}"):
+            run_batch(**right | wrong)
+        if not {"output", "retry_errors"} & wrong.keys():
+            with pytest.raises(TypeError, match=f"^{said}"):
+                check_batch(**{name: value for name, value in (right | wrong).items() if name != "output"})
     assert not (tmp_path / "answers").exists()
 
 
