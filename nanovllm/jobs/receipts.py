@@ -4,7 +4,7 @@ A row's `receipt` is all that its request was, in token ids, and each token with
 on beside the request is in the manifest (`bits`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -26,8 +26,8 @@ class ReceiptFormat(LineFormat):
     def json_keys(self) -> tuple[str, ...]:
         return (*super().json_keys, RECEIPT)
 
-    def read(self, row: Row, line_id: LineId) -> Line:
-        line = super().read(row, line_id)
+    def read(self, row: Row, line_id: LineId, lacks_places: Callable[[str], bool] = lambda text: False) -> Line:
+        line = super().read(row, line_id, lacks_places)
         asked = line.params
         if asked.seed is None:
             asked = replace(asked, seed=xxh3_64_intdigest(id_bytes(line_id)) >> 1)

@@ -119,7 +119,9 @@ def test_a_fingerprint_notices_names_sizes_and_contents(folder):
 
 
 def test_a_folder_is_read_with_the_prompt(folder, path, sees):
-    inputs, rules = ask_images(None, str(folder / "**/*.*"), "read", (None, False, None, None, None), Generate(LineFormat()))
+    inputs, rules = ask_images(
+        None, str(folder / "**/*.*"), "read", (None, False, None, None, None), Generate(LineFormat())
+    )
     lines = lines_of(plan_of(inputs, rules, path))
     tokenizer = find_tokenizer(str(path))
     asked = tokenizer("read")["input_ids"]
@@ -237,6 +239,33 @@ def test_a_line_has_so_many_images(folder, path, sees):
     found = lines_of(plan_of(inputs, image_rules(str(folder), False, None, None, 2, None), path))
     assert found[2].error is None
     assert found[3].error == "it has 3 images; max_images (--max-images) allows a prompt 2"
+
+
+@pytest.mark.parametrize("options", [{"template": "{q}"}, {"prompt_column": "q"}])
+def test_a_text_without_a_place_becomes_a_conversation(folder, path, sees, options):
+    """Its images stand before it, where the chat template writes them."""
+    rows = [
+        {"id": 1, "q": "a", "pic": ["a.png", "b.jpg"]},
+        {"id": 2, "q": "a"},
+        {"id": 3, "q": "a[image]", "pic": "a.png"},
+    ]
+    inputs = reader.Inputs([str(write_lines(folder / "lines.jsonl", rows))])
+    found = lines_of(plan_of(inputs, ImageRules(image_root=str(folder)), path, image_column="pic", **options))
+    (a,) = find_tokenizer(str(path))("a")["input_ids"]
+    prompts = {name: each.line.prompt for name, each in found.items()}
+    assert prompts[1] == [PLACE] * 5 + [a]
+    assert prompts[2] == [a]
+    assert prompts[3] == [a, PLACE, PLACE]
+
+
+def test_without_a_chat_template_a_text_says_where_its_images_are(folder, path):
+    tokenizer = find_tokenizer(str(path))
+    tokenizer.chat_template = None
+    preparer = GeneratePreparer(tokenizer, LineFormat(), None, None, stub_reader(tokenizer))
+    row = {"prompt": "a", "images": [str(folder / "a.png")]}
+    (line,) = preparer.prepare([(0, reader.Inputs([])._read_line(row, "f", 1))])
+    said = "its prompt has 0 places for images, and it has 1 image: each needs one place, which chat templates write"
+    assert preparer.read_images(line).error.startswith(said)
 
 
 def test_a_column_of_a_table_is_data_unless_it_is_named():
