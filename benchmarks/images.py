@@ -102,7 +102,7 @@ def shape(model: str, num_layers: int | None) -> Any:
 
 def measure_preprocessing(llm: LLM, pages: str) -> dict[str, Any]:
     arguments = Arguments(llm, {})
-    inputs, arguments.image_rules = ask_images(None, pages, PROMPT, (None, False, None, None))
+    inputs, arguments.image_rules = ask_images(None, pages, PROMPT, (None, False, None, None, None), arguments.task)
     arguments.checker()
     start, times = time.perf_counter(), []
     with ReadAhead(arguments.read_plan(inputs)) as lines:

@@ -14,8 +14,8 @@ def add_verify(commands: Any) -> None:
         "verify",
         help="answer lines of a deterministic job again, and demand the same bits",
         description="Answer lines of a job again that was run with --deterministic, and demand the same tokens and "
-        "log-probabilities, vectors, classes or scores, bit by bit. Exit status: 0 the bits are the same, 1 they are "
-        "not, 2 they cannot be compared here: another job, processor or version.",
+        "log-probabilities, vectors, classes or scores, bit by bit, and the same rows. Exit status: 0 all is the "
+        "same, 1 it is not, or answers are gone, 2 bits cannot be compared here: another job, processor or version.",
     )
     parser.add_argument("output", metavar="FOLDER", help="the folder of the answers")
     parser.add_argument("--sample", type=int, default=100, metavar="N", help="lines to answer (default: %(default)s)")

@@ -22,6 +22,7 @@ from nanovllm import (
     reads_images,
 )
 from nanovllm.jobs.columns import Columns
+from nanovllm.jobs.given_paths import check_path
 from nanovllm.jobs.inputs import Inputs
 from nanovllm.jobs.prepared import NO_IMAGES
 from nanovllm.jobs.reader import ImagePlan, ReadPlan
@@ -72,6 +73,8 @@ class Arguments:
         """options: of SamplingParams and of the engine. task, of_lines: of `make_task`. Raises ValueError or
         TypeError."""
         sampling = {name: value for name, value in options.items() if name in SAMPLING_OPTIONS}
+        if not isinstance(model, LLM):
+            check_path("model", model)
         self.model = model
         self.image_rules = ImageRules()
         self.engine_options = {name: value for name, value in options.items() if name not in sampling}

@@ -133,12 +133,12 @@ def check_batch(
         inputs = Inputs(find_files(input), id_column=id_column)  # type: ignore[arg-type]
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
     else:
-        inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
+        inputs, arguments.image_rules = ask_images(input, images, prompt, limits, arguments.task)
     with line_bar("Checking ids", use_tqdm) as bar:
         found = scan(inputs, bar.update)
     num_lines = found.num_lines
-    if found.first_openai is None and found.columns:
-        arguments.line_format.check_columns(found.columns)
+    if found.columns:
+        arguments.line_format.check_columns(found.columns, found.first_openai is not None)
     checker = cast(RequestChecker, arguments.checker())
     check_first_lines(arguments, inputs, checker, all_may_fail=True)
     num_good = num_failed = num_prompt_tokens = max_completion_tokens = num_images = 0

@@ -64,10 +64,12 @@ class Columns:
             raise ValueError(f"template={self.template!r}: must name columns in braces, as in 'Summarise: {{text}}'")
         return [(text, name) for text, name, _, _ in parsed]
 
-    def check_columns(self, columns: list[str]) -> None:
-        """Raises ValueError if no line has a prompt, because no line has its column. columns: of all lines, none of
-        which is a request of OpenAI's."""
-        names = ", ".join(map(repr, columns[:20]))
+    def check_columns(self, columns: list[str], has_requests: bool = False) -> None:
+        """Raises ValueError if no line has a prompt, because no line has its column. columns: of all lines.
+        has_requests: whether some are requests of OpenAI's, whose prompts are in their bodies."""
+        if has_requests:
+            return
+        names = names_of(columns)
         if self.template is None and not set(self.prompt_names) & set(columns):
             if self.prompt_column is not None:
                 raise ValueError(f"prompt_column={self.prompt_column!r}: no line has this column; there are: {names}")
@@ -103,6 +105,11 @@ class Columns:
             raise ValueError(f"has {' and '.join(map(repr, given))}: a line has one prompt")
         missing = " or ".join(map(repr, self.prompt_names))
         raise ValueError(f"has no prompt: {missing} is missing; its columns: {columns}")
+
+
+def names_of(columns: list[str]) -> str:
+    """The first ones, for a message."""
+    return ", ".join(map(repr, columns[:20]))
 
 
 def is_missing(value: Any) -> bool:

@@ -38,7 +38,7 @@ class Corrections:
         Raises ValueError for a line that is no JSON object, that no line of the job has the id of, or that comes twice.
         """
         new = dict[bytes, Row]()
-        for _, raw in Inputs(find_files(path), id_column=self._id_column).lines():
+        for _, raw in Inputs(find_files(path, "retry_errors"), id_column=self._id_column).lines():
             where = f"retry_errors={os.fspath(path)!r}: line {raw.number}"
             if raw.row is None:
                 raise ValueError(f"{where}: {raw.error}")

@@ -30,11 +30,12 @@ from nanovllm.utils.text_json import to_json
 _LOCK_SECONDS = 1.0  # `is_locked` holds the lock for a moment.
 
 MANIFEST, ERRORS, EARLY, CORRECTED = "_manifest.json", "_errors.jsonl", "_early.jsonl", "_corrected.jsonl"
+IMAGES = "_images.jsonl"
 _LOCK = ".lock"
 _PART = re.compile(r"part-(\d{5,})\.(jsonl|parquet)")
 _OPEN_PART = re.compile(r"_part-(\d{5,})\.jsonl\.tmp")
 _OWN = re.compile(
-    r"(_?part-\d{5,}\.(jsonl|parquet)|_errors\.jsonl|_manifest\.json|_corrected\.jsonl)(\.tmp)?|_early\.jsonl|"
+    r"(_?part-\d{5,}\.(jsonl|parquet)|_errors\.jsonl|_manifest\.json|_corrected\.jsonl|_images\.jsonl)(\.tmp)?|_early\.jsonl|"
     r"_joined\.(jsonl|parquet)"
 )
 _DATA_SUFFIXES = (".json", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".zst", ".xlsx", ".arrow")
@@ -108,7 +109,7 @@ class JobFolder:
 
     def _leave_nothing(self, is_refused: bool) -> None:
         """Delete what a call has made that was refused, perhaps by an engine's start, before a line was answered."""
-        own = {_LOCK, f"{MANIFEST}.tmp"} | ({MANIFEST} if is_refused else set())
+        own = {_LOCK, f"{MANIFEST}.tmp"} | ({MANIFEST, IMAGES} if is_refused else set())
         if (names := set(os.listdir(self.path))) <= own:
             for name in names:
                 os.unlink(self.path / name)

@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from pathlib import PurePath
 from typing import NamedTuple
 
-from xxhash import xxh3_128
+from xxhash import xxh3_64, xxh3_128
 
+from nanovllm.jobs.given_paths import as_paths
 from nanovllm.jobs.lines import Row
 from nanovllm.utils.file_errors import names_file
 
@@ -27,8 +28,9 @@ class ImageFiles(NamedTuple):
 
 
 def find_images(patterns: str | os.PathLike[str] | Iterable[str | os.PathLike[str]]) -> ImageFiles:
-    """Paths and globs to files, sorted, each once. Raises FileNotFoundError, and ValueError for a URL or a folder."""
-    given = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    """Paths and globs to files, sorted, each once. Raises FileNotFoundError, ValueError for a URL or a
+    folder, and TypeError for what is no path."""
+    given = as_paths("images", patterns)
     found = set[str]()
     folders = []
     for each in given:
@@ -66,16 +68,20 @@ def image_row(name: str, prompt: str) -> Row:
     return {"id": name, "messages": [{"role": "user", "content": content}]}
 
 
-def fingerprint_images(paths: list[str], names: list[str]) -> Row:
-    """What tells whether one of the images has changed: their names and sizes, and a sample of each. To read all of a
-    million scans would take hours."""
-    size, digest = 0, xxh3_128()
+def fingerprint_images(paths: list[str], names: list[str]) -> tuple[Row, dict[str, str]]:
+    """What tells whether images have changed, of all together, and of each by its name: names, sizes and a sample of
+    each. To read all of a million scans would take hours."""
+    size, digest, of_each = 0, xxh3_128(), {}
     for path, name in zip(paths, names, strict=True):
+        own = xxh3_64()
         with names_file(path), open(path, "rb", buffering=0) as file:
             length = file.seek(0, os.SEEK_END)
             digest.update(f"{name}\0{length}\0".encode("utf-8", "surrogateescape"))
             for start in sorted({0, max(0, length // 2 - _SAMPLE // 2), max(0, length - _SAMPLE)}):
                 file.seek(start)
-                digest.update(file.read(_SAMPLE))
+                sample = file.read(_SAMPLE)
+                digest.update(sample)
+                own.update(sample)
+        of_each[name] = f"{length} {own.hexdigest()}"
         size += length
-    return {"size": size, "num_files": len(paths), "fingerprint": digest.hexdigest()}
+    return {"size": size, "num_files": len(paths), "fingerprint": digest.hexdigest()}, of_each

@@ -6,7 +6,10 @@ from typing import Any
 from nanovllm import ImageRules
 from nanovllm.jobs.image_files import find_images
 from nanovllm.jobs.inputs import Inputs
+from nanovllm.jobs.task import Task
 from nanovllm.utils.checks import require
+
+_OF_COLUMNS = ("prompt_column", "id_column", "template", "image_column")
 
 
 def image_rules(
@@ -31,7 +34,7 @@ def folder_of(paths: list[str]) -> str | None:
 
 
 def ask_images(
-    input: Any, images: Any, prompt: Any, limits: tuple[Any, Any, Any, Any, Any]
+    input: Any, images: Any, prompt: Any, limits: tuple[Any, Any, Any, Any, Any], task: Task
 ) -> tuple[Inputs, ImageRules]:
     """The lines of a job that asks the same of each image, and its rules.
 
@@ -40,6 +43,7 @@ def ask_images(
         images: as of find_images.
         prompt: what is asked.
         limits: the arguments of image_rules, without the folder.
+        task: must be one that generates, without options of columns.
 
     Raises ValueError, or FileNotFoundError.
     """
@@ -47,6 +51,14 @@ def ask_images(
         raise ValueError("input: cannot be given with images and prompt, which make the lines")
     if images is None:
         raise ValueError("prompt: needs images (--images), of which it is asked")
+    if task.name != "generate":
+        raise ValueError(
+            f"task={task.name!r}: reads no images; images and prompt (--images, --prompt) are of 'generate'"
+        )
+    given = task.line_format.given()
+    for name in _OF_COLUMNS:
+        if name in given:
+            raise ValueError(f"{name}={given[name]!r}: cannot be given with images and prompt, which make the lines")
     require("prompt", prompt, isinstance(prompt, str) and prompt != "", "what is asked of each image, a text")
     found = find_images(images)
     rules = image_rules(*limits, folder=found.folder)

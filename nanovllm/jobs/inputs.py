@@ -18,6 +18,7 @@ import numpy as np
 from xxhash import xxh3_128, xxh3_128_digest
 
 from nanovllm.jobs.arrow_rows import arrow_rows
+from nanovllm.jobs.given_paths import as_paths
 from nanovllm.jobs.image_files import fingerprint_images, image_row
 from nanovllm.jobs.lines import LineId, NoObject, from_json, id_bytes, read_id
 from nanovllm.openai_format.openai_batch import is_request
@@ -74,6 +75,9 @@ class Inputs:
     """All lines of a job's files, in order.
 
     A line's number in the whole job, from 0, is its place. Blank lines have none.
+
+    Attributes:
+        image_fingerprints: of each image by its name, with image_prompt, once `fingerprints` has been called.
     """
 
     def __init__(
@@ -93,12 +97,14 @@ class Inputs:
         if names is None:
             names = [PurePosixPath(path).name for path in paths]
         self.names = names if len(set(names)) == len(names) else paths  # Lines without an id are named by them.
+        self.image_fingerprints: dict[str, str] = {}
 
     def fingerprints(self) -> list[Row]:
         """What tells whether a file has changed, of each: its name, its size, and a hash of all its bytes. Of images
         one for all."""
         if self.image_prompt is not None:
-            return [{"name": "images"} | fingerprint_images(self.paths, self.names)]
+            of_all, self.image_fingerprints = fingerprint_images(self.paths, self.names)
+            return [{"name": "images"} | of_all]
         return [{"name": name} | _fingerprint(path) for name, path in zip(self.names, self.paths, strict=True)]
 
     def lines(self, is_done: np.ndarray | None = None) -> Iterator[tuple[int, RawLine]]:
@@ -152,55 +158,57 @@ class Inputs:
 # -- files -------------------------------------------------------------------------------------------------------------
 
 
-def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike]) -> list[str]:
+def find_files(patterns: str | os.PathLike | Iterable[str | os.PathLike], name: str = "input") -> list[str]:
     """Paths, globs and fsspec URLs to paths, each once, in the order given and sorted within a glob.
+    name: of the caller's argument, for messages.
 
-    Raises FileNotFoundError, ValueError for an unknown kind of file, or ImportError for a URL that needs a package.
+    Raises FileNotFoundError, ValueError for an unknown kind of file, TypeError for what is no path, or ImportError for
+    a URL that needs a package.
     """
-    patterns = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
     found: dict[str, str] = {}  # by their absolute paths
-    for each in patterns:
+    for each in as_paths(name, patterns):
         pattern = os.fspath(each)
         if "://" in pattern:
-            files = _find_remote(pattern)
+            files = _find_remote(pattern, name)
         else:
             pattern = os.path.expanduser(pattern)
             matches = [pattern] if os.path.isfile(pattern) else glob.glob(pattern, recursive=True)
             files = sorted(filter(os.path.isfile, matches))
         if not files:
             if os.path.isdir(pattern):
-                _refuse_dataset(pattern)
+                _refuse_dataset(pattern, name)
             if os.path.exists(pattern):
-                raise ValueError(f"input={pattern!r}: must name files, as 'folder/*.jsonl' does, and no pipe")
-            raise FileNotFoundError(f"input={pattern!r}: there is no such file")
+                raise ValueError(f"{name}={pattern!r}: must name files, as 'folder/*.jsonl' does, and no pipe")
+            raise FileNotFoundError(f"{name}={pattern!r}: there is no such file")
         for path in files:
             found.setdefault(path if "://" in path else os.path.abspath(path), path)
     if not found:
-        raise ValueError("input: must name one file at least")
+        raise ValueError(f"{name}: must name one file at least")
     for path in found.values():
         if not path.endswith(_SUFFIXES):
             kinds = f"must be a file of JSON lines or Parquet: {', '.join(_SUFFIXES)}"
-            raise ValueError(f"input={path!r}: {kinds}{_conversion(path, os.path.splitext(path)[1])}")
+            raise ValueError(f"{name}={path!r}: {kinds}{_conversion(path, os.path.splitext(path)[1])}")
     return list(found.values())
 
 
-def _find_remote(pattern: str) -> list[str]:
+def _find_remote(pattern: str, argument: str) -> list[str]:
     try:
         system, _, paths = fsspec.get_fs_token_paths(pattern, mode="rb")
         return sorted(system.unstrip_protocol(path) for path in paths if system.isfile(path))
     except FileNotFoundError:
         return []
     except (ImportError, ValueError) as error:  # A package is missing, which fsspec names; an unknown protocol.
-        raise type(error)(f"input={pattern!r}: {error}") from error
+        raise type(error)(f"{argument}={pattern!r}: {error}") from error
     except Exception as error:  # Without a network. Each file system has classes of its own.
-        raise OSError(f"input={pattern!r}: cannot be reached: {one_line(error)}") from error
+        raise OSError(f"{argument}={pattern!r}: cannot be reached: {one_line(error)}") from error
 
 
-def _refuse_dataset(folder: str) -> None:
+def _refuse_dataset(folder: str, argument: str) -> None:
     """Raises ValueError for what save_to_disk of the package datasets has written."""
     for name in ("dataset_info.json", "dataset_dict.json"):
         if os.path.exists(os.path.join(folder, name)):
-            raise ValueError(f"input={folder!r}: is a saved dataset, not a file{_conversion(folder.rstrip('/'), name)}")
+            remedy = _conversion(folder.rstrip("/"), name)
+            raise ValueError(f"{argument}={folder!r}: is a saved dataset, not a file{remedy}")
 
 
 def _conversion(path: str, kind: str) -> str:

@@ -1,6 +1,6 @@
 """One line of a job: from a row of input to a request, and from an answer to a row of output. Knows no files."""
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from xxhash import xxh3_64_intdigest
 
 from nanovllm import AnswerFormat, Conversation, SamplingParams, as_conversations, image_sources
-from nanovllm.jobs.columns import Columns, column_name, is_missing
+from nanovllm.jobs.columns import Columns, column_name, is_missing, names_of
 from nanovllm.openai_format import openai_batch
 from nanovllm.openai_format.request_names import (
     CHAT_OPTIONS,
@@ -149,8 +149,11 @@ class LineFormat(Columns):
     def base_params(self) -> SamplingParams:
         return make_params(self.sampling)
 
-    def read(self, row: Row, line_id: LineId) -> Line:
-        """Raises ValueError or TypeError with what is wrong with the row."""
+    def read(self, row: Row, line_id: LineId, lacks_places: Callable[[str], bool] = lambda text: False) -> Line:
+        """Raises ValueError or TypeError with what is wrong with the row.
+
+        lacks_places: whether a text does not say where its images are, so that a conversation has to be made of it.
+        """
         if openai_batch.is_request(row):
             kind, prompt, given = openai_batch.read_request(row)
             prompt = self._with_system(_read_prompt(kind.prompt, prompt))
@@ -161,8 +164,10 @@ class LineFormat(Columns):
             num_images = _num_images(prompt)
             return Line(prompt, params, {}, self._with_kwargs(chat_options), kind, split, num_images=num_images)
         prompt = self._with_system(_read_prompt(*self._prompt(row)))
-        is_chat = _is_chat(prompt)
         images = self._images(row)
+        if images and isinstance(prompt, str) and lacks_places(prompt):
+            prompt = [{"role": "user", "content": prompt}]
+        is_chat = _is_chat(prompt)
         if is_chat and images:
             prompt, images = _with_images(prompt, images), ()  # type: ignore[arg-type]
         given = {name: value for name, value in row.items() if self._is_parameter(name, value, is_chat)}
@@ -183,6 +188,12 @@ class LineFormat(Columns):
         if self.image_column is None and self.line_parameters and self.prompt_names == PROMPTS:
             return IMAGES
         return self.image_column
+
+    def check_columns(self, columns: list[str], has_requests: bool = False) -> None:
+        super().check_columns(columns, has_requests)
+        name = self.image_column
+        if name is not None and name not in columns:
+            raise ValueError(f"image_column={name!r}: no line has this column; there are: {names_of(columns)}")
 
     def copies(self, name: str) -> bool:
         return super().copies(name) and name != self._image_column

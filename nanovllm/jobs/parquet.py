@@ -55,7 +55,7 @@ class ParquetFormat:
             write_table(table, file)
 
     def _as_typed(self, row: dict[str, Any]) -> dict[str, Any]:
-        return {name: _as_text(value) if name in self._texts else value for name, value in row.items()}
+        return {name: as_text(value) if name in self._texts else value for name, value in row.items()}
 
 
 def _fixed_size_lists(packed: list[str], kind: np.dtype) -> "pa.Array":
@@ -66,8 +66,8 @@ def _fixed_size_lists(packed: list[str], kind: np.dtype) -> "pa.Array":
     return pa.FixedSizeListArray.from_arrays(pa.array(numbers), len(numbers) // len(packed))
 
 
-def _as_text(value: Any) -> str | None:
-    """Half of a surrogate pair, which Parquet cannot hold, becomes a question mark."""
+def as_text(value: Any) -> str | None:
+    """A value in a column of texts. Half of a surrogate pair, which Parquet cannot hold, becomes a question mark."""
     if value is None:
         return None
     text = value if isinstance(value, str) else to_json(value)

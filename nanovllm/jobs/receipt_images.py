@@ -42,6 +42,13 @@ def kept_rules(rules: ImageRules) -> Row:
     return asdict(rules) | {"image_root": None if root is None else os.path.realpath(root)}
 
 
+def joined_rules(before: Row | None, now: Row) -> Row:
+    """By which all images can be read that were read by the rules of earlier calls, or by those of this one, which has
+    their root. before: of the manifest."""
+    known = before or {}
+    return {name: value if name == "image_root" else max(value, known.get(name, value)) for name, value in now.items()}
+
+
 # -- verify ------------------------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,9 @@ from nanovllm.jobs.bits import differences as facts_that_differ
 from nanovllm.jobs.corrections import Corrections
 from nanovllm.jobs.fingerprint import Fingerprint, differences, engine_fingerprint, job_fingerprint
 from nanovllm.jobs.first_lines import Packages, check_first_lines
-from nanovllm.jobs.folder import FILE_FORMATS, Counts, FolderLost, JobFolder
+from nanovllm.jobs.folder import FILE_FORMATS, IMAGES, Counts, FolderLost, JobFolder
+from nanovllm.jobs.given_paths import as_paths, check_path
+from nanovllm.jobs.image_changes import image_changes, keep_images
 from nanovllm.jobs.image_options import ask_images, folder_of, image_rules
 from nanovllm.jobs.image_room import ImageRoom
 from nanovllm.jobs.inputs import Inputs, Scan, find_files, hash_id, scan
@@ -33,7 +35,9 @@ from nanovllm.jobs.parquet import ParquetFormat
 from nanovllm.jobs.part_writer import PartWriter
 from nanovllm.jobs.prepared import Prepared
 from nanovllm.jobs.progress import Progress, generated
-from nanovllm.jobs.receipt_images import IMAGE_RULES, kept_rules
+from nanovllm.jobs.receipt_images import IMAGE_RULES, joined_rules, kept_rules
+from nanovllm.jobs.receipt_rows import num_rows, rows_with_receipts
+from nanovllm.jobs.receipts import IMAGES as IMAGES_OF_RECEIPT
 from nanovllm.jobs.task import Task
 from nanovllm.jobs.time_and_price import check_price, price_of
 from nanovllm.jobs.work import Work
@@ -167,6 +171,9 @@ def run_batch(
     check_price(price_per_hour)
     if ordered and retry_errors:
         raise ValueError("retry_errors: its answers would follow those of later lines, which ordered=True forbids")
+    check_path("output", output)
+    if not isinstance(retry_errors, bool):
+        check_path("retry_errors", retry_errors)
     if "://" in str(output):
         raise ValueError(f"output={str(output)!r}: must be a local folder")
     folder = JobFolder(output)
@@ -204,7 +211,7 @@ def run_batch(
         inputs = Inputs(_find_inputs(input, folder), id_column=id_column)
         arguments.image_rules = image_rules(*limits, folder=folder_of(inputs.paths))
     else:
-        inputs, arguments.image_rules = ask_images(input, images, prompt, limits)
+        inputs, arguments.image_rules = ask_images(input, images, prompt, limits, arguments.task)
     format = format or ("parquet" if inputs.are_parquet else "jsonl")
     job = Job(folder, inputs, arguments, format, ordered, cluster, price_per_hour, use_tqdm)
     try:
@@ -218,7 +225,7 @@ def run_batch(
 
 def _find_inputs(patterns: Any, folder: JobFolder) -> list[str]:
     """All files, without the job's own, which a glob may cover. Raises ValueError if one of them is named itself."""
-    named = [patterns] if isinstance(patterns, str | os.PathLike) else list(patterns)
+    named = as_paths("input", patterns)
     found = find_files(named)
     paths = [path for path in found if not folder.owns(path)]
     for path in found:
@@ -251,7 +258,7 @@ class Job:
         return self.arguments.task
 
     def run(self, overwrite: bool, retry_errors: bool | str | os.PathLike[str]) -> Summary:
-        found = self._begin(overwrite)
+        found = self._begin(overwrite, bool(retry_errors))
         try:
             self.folder.recover(self.parquet)
         except OSError as error:
@@ -259,6 +266,7 @@ class Job:
         corrections = Corrections(self.folder, self.inputs.id_column)
         is_done, self.counts = self._read_answers(found)
         if self.is_continued and (retry_errors or not is_done.all()):
+            self._check_same_root()
             self.check_lines(all_may_fail=True)
         if retry_errors is True:
             self.folder.forget_errors()
@@ -318,8 +326,9 @@ class Job:
 
     # -- before work begins --------------------------------------------------------------------------------------------
 
-    def _begin(self, overwrite: bool) -> Scan:
-        """Check that the folder, the input and the call belong together. Reads or writes the manifest."""
+    def _begin(self, overwrite: bool, retries: bool) -> Scan:
+        """Check that the folder, the input and the call belong together. Reads or writes the manifest. retries: whether
+        lines that have failed are tried again."""
         of_call = {"ordered": self.ordered, "format": self.format, "prompt": self.inputs.image_prompt}
         job = self.arguments.describe() | of_call
         job = from_json(to_json({name: value for name, value in job.items() if value is not None}).encode())
@@ -327,7 +336,7 @@ class Job:
         files, model_files = self.inputs.fingerprints(), job_fingerprint(self.arguments)
         try:
             if before is not None:
-                self._check_same(before, job, files, model_files)
+                self._check_same(before, job, files, model_files, retries)
         except ValueError:
             if self.folder.read_all().answered:
                 raise
@@ -337,8 +346,8 @@ class Job:
             self.arguments.check_engine(is_elsewhere)
         found = self.scan()
         self.arguments.tell_parameters(found.columns)
-        if before is None and found.columns and found.first_openai is None:
-            self.arguments.line_format.check_columns(found.columns)
+        if before is None and found.columns:
+            self.arguments.line_format.check_columns(found.columns, found.first_openai is not None)
         if before is None:
             self.check_lines(all_may_fail=False)
         self.is_continued = before is not None
@@ -354,6 +363,7 @@ class Job:
             self.folder.clear()
         if before is not None:
             self.manifest = before
+            self._keep_images(files)
             if model_files is not None:
                 self._check_same_model(model_files)
             return found
@@ -361,7 +371,18 @@ class Job:
         self.manifest |= {"num_lines": found.num_lines, "versions": _versions(), "progress": {"seconds": 0.0}}
         self.manifest |= {} if model_files is None else {"model_files": model_files}
         self.folder.write_manifest(self.manifest)
+        self._keep_images(files)
         return found
+
+    def _keep_images(self, files: list[Row]) -> None:
+        """What the images are now, some of which may be others than before. files: their fingerprint in the manifest.
+        Each of these files may be the last one that is written."""
+        is_other = self.manifest["input"] != files
+        if self.inputs.image_prompt is not None and (is_other or not (self.folder.path / IMAGES).exists()):
+            keep_images(self.folder, self.inputs.image_fingerprints)
+        if is_other:
+            self.manifest["input"] = files
+            self.folder.write_manifest(self.manifest)
 
     def scan(self) -> Scan:
         """Look through the input. Raises ValueError."""
@@ -376,11 +397,13 @@ class Job:
         elif self.inputs.image_prompt is not None:  # This machine has no model, and so reads no images.
             raise ValueError(f"images: cannot be read: {self.arguments.read_plan(self.inputs).images}")
 
-    def _check_same(self, before: Row, job: Row, files: list[Row], model_files: Fingerprint | None) -> None:
+    def _check_same(
+        self, before: Row, job: Row, files: list[Row], model_files: Fingerprint | None, retries: bool
+    ) -> None:
         """Raises ValueError if the manifest is another job's."""
         # The manifest of a job that generates names no task, as in earlier versions.
         self._check_same_job({"task": "generate"} | before["job"], {"task": "generate"} | job)
-        self._check_same_files(before["input"], files)
+        self._check_same_files(before["input"], files, retries)
         known = before.get("model_files")
         if known is not None and model_files is not None and (what := differences(known, model_files)):
             self._refuse(f"its model was another one: {what}")
@@ -394,14 +417,25 @@ class Job:
         if differing:
             self._refuse("; ".join(differing))
 
-    def _check_same_files(self, before: list[Row], now: list[Row]) -> None:
+    def _check_same_files(self, before: list[Row], now: list[Row], retries: bool) -> None:
         names, names_now = ([file["name"] for file in files] for files in (before, now))
         if names != names_now:
             self._refuse(f"the input was {', '.join(names)} and is now {', '.join(names_now)}")
         for old, new in zip(before, now, strict=True):
-            if old != new:
+            if old != new and self.inputs.image_prompt is not None:
+                self._check_same_images(retries)
+            elif old != new:
                 sizes = f"it had {old['size']} bytes and now has {new['size']}"
                 self._refuse(f"the input {new['name']} has changed: {sizes}{', others' * (old['size'] == new['size'])}")
+
+    def _check_same_images(self, retries: bool) -> None:
+        """The images together are others than those of the manifest."""
+        changes = image_changes(self.folder, self.inputs.image_fingerprints)
+        if changes is None:
+            self._refuse("the input images has changed")
+        if changes.names and not (retries and changes.have_failed):
+            hint = "; retry_errors (--retry-errors) tries it again" if changes.have_failed else ""
+            self._refuse(f"the input images has changed: {changes.what}{hint}")
 
     def _check_same_model(self, now: Fingerprint) -> None:
         """Also of an engine that has just started, if its files could not be known before."""
@@ -417,6 +451,19 @@ class Job:
         elif what := differences(before, now):
             self._refuse(f"its model was another one: {what}")
 
+    @property
+    def _image_rules(self) -> Row:
+        return kept_rules(self.arguments.image_rules)
+
+    def _check_same_root(self) -> None:
+        """Receipts name images below one root, which is in the manifest."""
+        before, now = self.manifest.get(IMAGE_RULES, self._image_rules)["image_root"], self._image_rules["image_root"]
+        if before == now:
+            return
+        counts = {part: num_rows(part) for part in self.folder.parts()}
+        if any(IMAGES_OF_RECEIPT in receipt for _, receipt in rows_with_receipts(counts, range(sum(counts.values())))):
+            self._refuse(f"image_root (--image-root) was {before!r} and is now {now!r}, and its receipts have images")
+
     def _check_same_bits(self, llm: LLM) -> None:
         """All receipts of a job are of one machine."""
         now = bits_depend_on(llm)
@@ -425,7 +472,7 @@ class Job:
             self._refuse(f"its bits depend on what has changed: {what}")
         self.manifest |= {BITS: now, ENGINE: engine_of(llm)}
         if sees(llm):
-            self.manifest[IMAGE_RULES] = kept_rules(self.arguments.image_rules)
+            self.manifest[IMAGE_RULES] = joined_rules(self.manifest.get(IMAGE_RULES), self._image_rules)
         self.folder.write_manifest(self.manifest)
 
     def _refuse(self, reason: str) -> NoReturn:

@@ -2,22 +2,24 @@
 
 import os
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from nanovllm import LLM
+from nanovllm.jobs.arguments import answer_format
 from nanovllm.jobs.bits import BITS, ENGINE, bits_depend_on, differences, machine_facts
 from nanovllm.jobs.folder import JobFolder
-from nanovllm.jobs.inputs import require_pyarrow
-from nanovllm.jobs.lines import Row, from_json
+from nanovllm.jobs.lines import Row
 from nanovllm.jobs.pooled_receipts import pooled_again, pooled_difference
 from nanovllm.jobs.receipt_images import IMAGE_RULES, ImagesAgain, answered_again
-from nanovllm.jobs.receipts import IMAGES, RECEIPT, params_of, samples_of
+from nanovllm.jobs.receipt_rows import id_of, num_rows, rows_with_receipts
+from nanovllm.jobs.receipts import IMAGES, params_of, samples_of
+from nanovllm.jobs.shown_rows import ShownRows
+from nanovllm.openai_format.openai_batch import Responder
 from nanovllm.utils.checks import is_int, require
-from nanovllm.utils.file_errors import names_file
-from nanovllm.utils.text_json import parse_json
 
 
 class Verified(NamedTuple):
@@ -43,7 +45,7 @@ def verify_batch(
     image_root: str | os.PathLike[str] | None = None,
 ) -> Verified:
     """Answer lines of a job again, and compare bit by bit: tokens and log-probabilities; or vectors, classes and
-    scores, those of receipts and those that rows show.
+    scores. Also what rows show of the answers, and their number with the manifest's.
 
     Args:
         output: the job's folder or file.
@@ -55,7 +57,7 @@ def verify_batch(
 
     Raises:
         ValueError: the job is not deterministic, or its bits depend on something that is another one here; the message
-            says what differs. Or it has no answers yet, or one without a receipt.
+            says what differs. Or it has no answers yet, or one without a receipt, or with a damaged one.
         FileNotFoundError: the model is no longer where it was.
     """
     require("sample", sample, sample is None or is_int(sample, 1, 2**63), "a positive integer, or None for all lines")
@@ -70,10 +72,27 @@ def verify_batch(
         raise folder.refusal(f"{reason} (--deterministic)")
     facts = machine_facts()
     _refuse_others(folder, {name: manifest[BITS].get(name) for name in facts}, facts)
+    if (difference := _difference_of_counts(folder, manifest)) is not None:
+        return Verified(0, folder.read().answered, difference)
     if isinstance(model, LLM):
         return _verify(folder, model, manifest, sample, seed, alone, use_tqdm, image_root)
     with _engine(manifest[ENGINE], model, use_tqdm) as llm:
         return _verify(folder, llm, manifest, sample, seed, alone, use_tqdm, image_root)
+
+
+def _difference_of_counts(folder: JobFolder, manifest: Row) -> str | None:
+    """Whether rows are gone, or twice there, in words. There may be more than the manifest says: a call that was killed
+    could not count its own."""
+    hashes = bytearray()
+    counts = folder.read(hashes.extend)
+    if (num_rows := counts.answered + counts.failed) > len(np.unique(np.frombuffer(hashes, "S16"))):
+        return f"some of its {num_rows} answers and errors are of the same line"
+    said = manifest["progress"].get("answered", 0)
+    if counts.answered < said and (num_answered := folder.read_all().answered) < said:
+        return f"{said - num_answered} answers are gone: it had {said} and has {num_answered}"
+    if num_rows > manifest["num_lines"]:
+        return f"it has {num_rows} answers and errors of {manifest['num_lines']} lines"
+    return None
 
 
 def _engine(options: Row, model: str | os.PathLike[str] | None, use_tqdm: bool) -> LLM:
@@ -105,14 +124,14 @@ def _verify(
 ) -> Verified:
     require("model", "LLM", llm.config.deterministic, "an LLM with deterministic=True")
     _refuse_others(folder, manifest[BITS], bits_depend_on(llm))
-    counts = {part: _num_rows(part) for part in folder.parts()}
+    counts = {part: num_rows(part) for part in folder.parts()}
     num_lines = sum(counts.values())
     if not num_lines:
         raise folder.refusal("holds no complete part of answers yet; the job's own command goes on with it")
     chosen = range(num_lines)
     if sample is not None and sample < num_lines:
         chosen = sorted(random.Random(seed).sample(chosen, sample))  # type: ignore[assignment]
-    rows = list(_rows(counts, set(chosen)))
+    rows = list(rows_with_receipts(counts, set(chosen)))
     receipts = [receipt for _, receipt in rows]
     job = manifest["job"]
     outputs: Iterable[Any]
@@ -120,69 +139,15 @@ def _verify(
         images = None
         if IMAGE_RULES in manifest and any(IMAGES in receipt for receipt in receipts):
             images = ImagesAgain(llm, manifest[IMAGE_RULES], image_root)
-        outputs, differs = _generated_again(llm, receipts, images, alone, use_tqdm), _generated_difference
+        outputs = _generated_again(llm, receipts, images, alone, use_tqdm)
+        differs = partial(_generated_difference, shown=ShownRows(job, _responder(llm, job)))
     else:
         outputs = pooled_again(llm, receipts, alone)
         differs = partial(pooled_difference, dtype=job.get("embedding_dtype", "float32"))
     for number, ((row, receipt), again) in enumerate(zip(rows, outputs, strict=True), 1):
         if (difference := differs(row, receipt, again)) is not None:
-            return Verified(number, num_lines, f"line {_id_of(row)!r}: {difference}")
+            return Verified(number, num_lines, f"line {id_of(row)!r}: {difference}")
     return Verified(len(rows), num_lines, None)
-
-
-def _num_rows(part: Path) -> int:
-    if part.suffix == ".parquet":
-        with _open_parquet(part) as rows:
-            return rows.metadata.num_rows
-    with names_file(part), open(part, "rb") as file:
-        return sum(raw.endswith(b"\n") for raw in file)
-
-
-def _rows(counts: dict[Path, int], wanted: set[int]) -> Iterator[tuple[Row, Row]]:
-    """The answers at these places with their receipts. counts: rows of each part."""
-    first = 0
-    for part, num_rows in counts.items():
-        places = {place - first for place in wanted if first <= place < first + num_rows}
-        for row in _parquet_rows(part, places) if part.suffix == ".parquet" else _json_rows(part, places):
-            receipt = row.get(RECEIPT)
-            if isinstance(receipt, str):
-                receipt = parse_json(receipt)
-            if not isinstance(receipt, dict) or "params" not in receipt:
-                raise ValueError(f"{part}: line {_id_of(row)!r} has no receipt")
-            yield row, receipt
-        first += num_rows
-
-
-def _id_of(row: Row) -> Any:
-    return row.get("custom_id" if "response" in row and "num_prompt_tokens" not in row else "id")
-
-
-def _json_rows(part: Path, places: set[int]) -> Iterator[Row]:
-    with names_file(part), open(part, "rb") as file:
-        for place, raw in enumerate(file):
-            if place in places:
-                try:
-                    yield from_json(raw)
-                except ValueError as error:
-                    raise ValueError(f"{part}:{place + 1}: {error}") from None
-
-
-def _open_parquet(part: Path) -> Any:
-    """Raises ImportError without pyarrow."""
-    require_pyarrow()
-    from pyarrow.parquet import ParquetFile
-
-    return ParquetFile(part)
-
-
-def _parquet_rows(part: Path, places: set[int]) -> Iterator[Row]:
-    first = 0
-    with _open_parquet(part) as rows:
-        for batch in rows.iter_batches():
-            for place in range(batch.num_rows):
-                if first + place in places:
-                    yield batch.slice(place, 1).to_pylist()[0]
-            first += batch.num_rows
 
 
 def _generated_again(
@@ -198,8 +163,18 @@ def _generated_again(
     return (llm.generate([prompt], [each], use_tqdm=False)[0] for prompt, each in pairs)
 
 
-def _generated_difference(row: Row, receipt: Row, again: Any) -> str | None:
-    return again if isinstance(again, str) else _first_difference(receipt["samples"], samples_of(again))
+def _responder(llm: LLM, job: Row) -> Responder:
+    """As that of the job."""
+    name = job.get("chat_format", llm.config.chat_format)
+    return Responder(
+        llm.config.model, llm.get_tokenizer, partial(answer_format, template=job.get("chat_template"), name=name)
+    )
+
+
+def _generated_difference(row: Row, receipt: Row, again: Any, shown: ShownRows) -> str | None:
+    if isinstance(again, str):
+        return again
+    return _first_difference(receipt["samples"], samples_of(again)) or shown.difference(row, receipt, again)
 
 
 def _first_difference(before: list[Row], now: list[Row]) -> str | None:

@@ -31,6 +31,7 @@ TEMPLATE = (
     "{% if part.type == 'image' %}[image]{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
 )
 PARAMS = SamplingParams()
+ASKED = {"images": "x.png", "prompt": "read"}
 
 
 def save(path, height=2, width=3, colour=0):
@@ -101,7 +102,7 @@ def test_a_fingerprint_notices_names_sizes_and_contents(folder):
     _, paths, names = find_images(str(folder / "**" / "*.*"))
     before = fingerprint_images(paths, names)
     assert fingerprint_images(paths, names) == before
-    assert before["num_files"] == 3
+    assert before[0]["num_files"] == len(before[1]) == 3
     save(folder / "a.png", colour=1)  # The size stays.
     assert fingerprint_images(paths, names) != before
     save(folder / "a.png")
@@ -113,12 +114,14 @@ def test_a_fingerprint_notices_names_sizes_and_contents(folder):
         content = large.copy()
         content[place or 0] = 0 if place is None else 1
         (folder / "a.png").write_bytes(content.tobytes())
-        seen.add(fingerprint_images(paths, names)["fingerprint"])
+        seen.add(fingerprint_images(paths, names)[0]["fingerprint"])
     assert len(seen) == 4
 
 
 def test_a_folder_is_read_with_the_prompt(folder, path, sees):
-    inputs, rules = ask_images(None, str(folder / "**/*.*"), "read", (None, False, None, None, None))
+    inputs, rules = ask_images(
+        None, str(folder / "**/*.*"), "read", (None, False, None, None, None), Generate(LineFormat())
+    )
     lines = lines_of(plan_of(inputs, rules, path))
     tokenizer = find_tokenizer(str(path))
     asked = tokenizer("read")["input_ids"]
@@ -135,6 +138,11 @@ def test_a_folder_is_read_with_the_prompt(folder, path, sees):
         ({"images": "x.png"}, "prompt=None: must be what is asked of each image"),
         ({"prompt": "read"}, "prompt: needs images"),
         ({"images": "x.png", "prompt": "read", "input": "lines.jsonl"}, "input: cannot be given with images"),
+        ({**ASKED, "task": "embed"}, "task='embed': reads no images; images and prompt"),
+        ({**ASKED, "template": "{q}"}, "template='{q}': cannot be given with images and prompt"),
+        ({**ASKED, "prompt_column": "q"}, "prompt_column='q': cannot be given with images and prompt"),
+        ({**ASKED, "id_column": "q"}, "id_column='q': cannot be given with images and prompt"),
+        ({**ASKED, "image_column": "y"}, "image_column='y': cannot be given with images and prompt"),
         ({"input": "lines.jsonl", "image_root": "/nowhere"}, "image_root='/nowhere': must be a folder"),
         ({"input": "lines.jsonl", "max_images": 0}, "max_images=0: must be"),
     ],
@@ -148,6 +156,26 @@ def test_wrong_options_of_images_are_named(options, said, path, tmp_path, monkey
         run_batch(output=tmp_path / "answers", model=path, **options)
     with pytest.raises(ValueError, match=said):
         check_batch(model=path, **options)
+    assert not (tmp_path / "answers").exists()
+
+
+def test_what_is_no_path_is_named(path, tmp_path):
+    file = write_lines(tmp_path / "lines.jsonl", [{"prompt": "a"}])
+    right = {"input": file, "output": tmp_path / "answers", "model": path}
+    for wrong, said in (
+        ({"input": [{"prompt": "x"}]}, r"input=\{'prompt': 'x'\}: must be the path of a file.*each as a line of JSON"),
+        ({"input": {"prompt": "x"}}, r"input=\{'prompt': 'x'\}: must be the path of a file"),
+        ({"input": None}, "input=None: must be the path of a file"),
+        ({"input": None, "images": [3], "prompt": "a"}, "images=3: must be the path of a file"),
+        ({"output": None}, "output=None: must be a path"),
+        ({"model": 5}, "model=5: must be a path"),
+        ({"retry_errors": [{"id": 1}]}, r"retry_errors=\[\{'id': 1\}\]: must be a path"),
+    ):
+        with pytest.raises(TypeError, match=f"^{said}"):
+            run_batch(**right | wrong)
+        if not {"output", "retry_errors"} & wrong.keys():
+            with pytest.raises(TypeError, match=f"^{said}"):
+                check_batch(**{name: value for name, value in (right | wrong).items() if name != "output"})
     assert not (tmp_path / "answers").exists()
 
 
@@ -213,6 +241,33 @@ def test_a_line_has_so_many_images(folder, path, sees):
     assert found[3].error == "it has 3 images; max_images (--max-images) allows a prompt 2"
 
 
+@pytest.mark.parametrize("options", [{"template": "{q}"}, {"prompt_column": "q"}])
+def test_a_text_without_a_place_becomes_a_conversation(folder, path, sees, options):
+    """Its images stand before it, where the chat template writes them."""
+    rows = [
+        {"id": 1, "q": "a", "pic": ["a.png", "b.jpg"]},
+        {"id": 2, "q": "a"},
+        {"id": 3, "q": "a[image]", "pic": "a.png"},
+    ]
+    inputs = reader.Inputs([str(write_lines(folder / "lines.jsonl", rows))])
+    found = lines_of(plan_of(inputs, ImageRules(image_root=str(folder)), path, image_column="pic", **options))
+    (a,) = find_tokenizer(str(path))("a")["input_ids"]
+    prompts = {name: each.line.prompt for name, each in found.items()}
+    assert prompts[1] == [PLACE] * 5 + [a]
+    assert prompts[2] == [a]
+    assert prompts[3] == [a, PLACE, PLACE]
+
+
+def test_without_a_chat_template_a_text_says_where_its_images_are(folder, path):
+    tokenizer = find_tokenizer(str(path))
+    tokenizer.chat_template = None
+    preparer = GeneratePreparer(tokenizer, LineFormat(), None, None, stub_reader(tokenizer))
+    row = {"prompt": "a", "images": [str(folder / "a.png")]}
+    (line,) = preparer.prepare([(0, reader.Inputs([])._read_line(row, "f", 1))])
+    said = "its prompt has 0 places for images, and it has 1 image: each needs one place, which chat templates write"
+    assert preparer.read_images(line).error.startswith(said)
+
+
 def test_a_column_of_a_table_is_data_unless_it_is_named():
     row = {"text": "a", "images": "x.png", "scan": "y.png"}
     assert LineFormat(template="{text}").read(row, 0).columns == {"images": "x.png", "scan": "y.png"}
@@ -221,6 +276,28 @@ def test_a_column_of_a_table_is_data_unless_it_is_named():
     assert line.prompt[1]["content"] == [{"type": "image", "image": "y.png"}, {"type": "text", "text": "a"}]
     line = LineFormat(line_parameters=False).read({"prompt": "a", "images": "x.png"}, 0)
     assert (line.images, line.columns) == ((), {"images": "x.png"})
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet", "beside requests"])
+def test_a_mistyped_column_of_images_is_refused(kind, llm, path, tmp_path):
+    """Otherwise all lines would be answered without their images."""
+    file = write_lines(tmp_path / "lines.jsonl", [{"q": "a", "pic": "x.png"}])
+    options = {"prompt_column": "q", "image_column": "pics", "system": "b"}
+    if kind == "beside requests":
+        write_lines(file, [{"q": "a", "pic": "x.png"}, {"custom_id": "b", "body": {"prompt": "c"}}])
+    elif kind == "parquet":
+        pytest.importorskip("pyarrow", reason="needs the extra jobs")
+        import pyarrow.parquet
+
+        file = tmp_path / "lines.parquet"
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([{"q": "a", "pic": "x.png"}]), file)
+        options = {"template": "{q}", "image_column": "pics"}
+    said = r"^image_column='pics': no line has this column; there are: 'q', 'pic'"
+    with pytest.raises(ValueError, match=said):
+        run_batch(file, tmp_path / "answers", llm, **options, use_tqdm=False)
+    with pytest.raises(ValueError, match=said):
+        check_batch(file, llm, **options, use_tqdm=False)
+    assert not (tmp_path / "answers").exists()
 
 
 def test_the_root_is_the_one_folder_of_the_input(tmp_path):

@@ -120,6 +120,8 @@ def test_errors_repeat_their_lines_so_that_they_can_be_corrected(job, answers, t
     assert [*found][3:] == ["prompts.jsonl:4", "x", "prompts.jsonl:6"]
     assert found["x"]["topic"] == "t"
     assert [row["row"] for row in read_lines(answers / "_errors.jsonl")] == [{"id": "prompts.jsonl:7"}]
+    with pytest.raises(FileNotFoundError, match=r"^retry_errors='nothing\.jsonl': there is no such file"):
+        job(retry_errors="nothing.jsonl")
     for line, message in (({"id": "y"}, "line 1: no line of the job has the id 'y'"), ("{", "line 1: is not JSON")):
         write_lines(fixed, [line])
         with pytest.raises(ValueError, match=f"fixed.jsonl': {message}"):

@@ -235,6 +235,55 @@ def test_a_folder_that_has_changed_is_another_job(llm, scans, tmp_path):
         run_batch(output=tmp_path / "answers", **asked)
 
 
+@pytest.mark.parametrize("output", ["answers", "answers.jsonl"])
+def test_an_image_that_has_failed_may_be_replaced(llm, scans, tmp_path, output):
+    folder = tmp_path / "copy"
+    folder.mkdir()
+    for name in ("a.png", "b.png"):
+        (folder / name).write_bytes((scans / name).read_bytes())
+    (folder / "b.png").write_bytes(b"no image")
+    (folder / "c.png").write_bytes(b"none either")
+    asked = {"input": None, "model": llm, "images": f"{folder}/*.png", "prompt": "read"} | OPTIONS
+    output = tmp_path / output
+    assert run_batch(output=output, **asked)[1:3] == (1, 2)
+    (folder / "b.png").write_bytes((scans / "b.png").read_bytes())
+    with pytest.raises(ValueError, match=r"changed: b\.png differs; retry_errors \(--retry-errors\) tries it again;"):
+        run_batch(output=output, **asked)
+    # An answered image may not change, whatever else has.
+    answered = (folder / "a.png").read_bytes()
+    (folder / "a.png").write_bytes((scans / "b.png").read_bytes())
+    with pytest.raises(ValueError, match=r"the input images has changed: a\.png differs, b\.png differs; choose"):
+        run_batch(output=output, **asked, retry_errors=True)
+    (folder / "a.png").write_bytes(answered)
+    (folder / "c.png").rename(tmp_path / "c.png")
+    with pytest.raises(ValueError, match=r"changed: b\.png differs, c\.png is gone; choose"):
+        run_batch(output=output, **asked, retry_errors=True)
+    (tmp_path / "c.png").rename(folder / "c.png")
+    with interrupted_after(1), pytest.raises(KeyboardInterrupt):
+        run_batch(output=output, **asked, retry_errors=True)
+    assert run_batch(output=output, **asked)[1:3] == (2, 1)
+    rows = read_lines(output) if output.is_file() else read_folder(output)
+    assert sorted(row["id"] for row in rows) == ["a.png", "b.png"]
+    (folder / "b.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match=r"changed: b\.png differs; choose"):
+        run_batch(output=output, **asked, retry_errors=True)
+
+
+def test_a_folder_of_an_earlier_version_gets_a_fingerprint_of_each_image(llm, scans, tmp_path):
+    asked = {"input": None, "model": llm, "images": f"{scans}/*.png", "prompt": "read"} | OPTIONS
+    run_batch(output=tmp_path / "answers", **asked)
+    kept = tmp_path / "answers" / "_images.jsonl"
+    before = kept.read_text()
+    kept.unlink()
+    run_batch(output=tmp_path / "answers", **asked)
+    assert kept.read_text() == before
+    kept.write_text("{}\n")
+    manifest = tmp_path / "answers" / "_manifest.json"
+    manifest.write_text(manifest.read_text().replace('"fingerprint": "', '"fingerprint": "0', 1))
+    with pytest.raises(ValueError, match=r"_images\.jsonl: is damaged: KeyError\('name'\)"):
+        run_batch(output=tmp_path / "answers", **asked)
+
+
 def test_a_job_of_lines_with_images(llm, scans, expected, tmp_path):
     parts = ask({"type": "image", "image": "a.png"})
     lines = [

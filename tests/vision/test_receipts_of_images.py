@@ -124,3 +124,30 @@ def test_a_folder_of_images_with_another_processor_is_refused(scans, path, tmp_p
     file.write_text(file.read_text().replace("16384", "8192"))
     with pytest.raises(ValueError, match=r"cannot be verified here.*image processor: it was"):
         verify_batch(tmp_path / "answers", use_tqdm=False)
+
+
+@pytest.mark.parametrize("form", ["jsonl", "parquet"])
+def test_receipts_have_one_root(scans, llm, tmp_path, form):
+    """Otherwise those of the first call could not be verified."""
+    other = shutil.copytree(scans, tmp_path / "other")
+    (scans / "b.png").unlink()
+    lines = [{"id": name, "prompt": MARK, "images": [name]} for name in ("a.png", "b.png")]
+    file = write_lines(tmp_path / "lines.jsonl", lines)
+    options = {"output": tmp_path / "answers", "model": llm, "format": form} | OPTIONS
+    first = run_batch(file, **options, image_root=scans, max_image_mib=30, max_images=2)
+    assert (first.num_answered, first.num_failed) == (1, 1)
+    again = {"retry_errors": True, "max_image_mib": 20, "max_images": 3}
+    said = r"image_root \(--image-root\) was '.*scans' and is now '.*other', and its receipts have images"
+    with pytest.raises(ValueError, match=said):
+        run_batch(file, **options, **again, image_root=other)
+    shutil.copy(other / "b.png", scans)
+    assert run_batch(file, **options, **again, image_root=scans).num_answered == 2
+    rules = json.loads((tmp_path / "answers" / "_manifest.json").read_text())["image_rules"]
+    assert (rules["max_image_mib"], rules["max_images"]) == (30, 3)
+    assert verified(tmp_path / "answers", llm) == "2 of 2 lines, the same bits"
+
+
+def test_another_root_is_no_matter_without_images(scans, llm, tmp_path):
+    file = write_lines(tmp_path / "lines.jsonl", [{"id": 1, "prompt": "a"}, {"id": 2, "prompt": "a", "images": "x"}])
+    assert run_batch(file, tmp_path / "answers", llm, image_root=scans, **OPTIONS).num_failed == 1
+    assert run_batch(file, tmp_path / "answers", llm, retry_errors=True, **OPTIONS).num_failed == 1

@@ -126,6 +126,10 @@ class ImageReader:
         """A prompt's text with a token for each of its images."""
         return self._spec.write_images(text, self._tokenizer)
 
+    def has_place(self, text: str) -> bool:
+        """Whether a prompt's text says where an image is."""
+        return str(self._tokenizer.convert_ids_to_tokens(self._spec.placeholder_id)) in self.write_images(text)
+
     def check_places(self, token_ids: Sequence[int], num_images: int) -> None:
         """Raises ValueError unless a prompt has one token for each of its images, and no more than are allowed. Nothing
         is read for it."""

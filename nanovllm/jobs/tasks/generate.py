@@ -184,7 +184,7 @@ class GeneratePreparer:
         if raw.row is None:
             return ValueError(raw.error)
         try:
-            line = self._format.read(raw.row, raw.id)
+            line = self._format.read(raw.row, raw.id, self._lacks_places)
             if line.num_images and isinstance(self._images, str):
                 raise ValueError(f"has images, and {self._images}")
             if line.images and isinstance(line.prompt, str):
@@ -192,6 +192,11 @@ class GeneratePreparer:
             return line
         except (TypeError, ValueError) as error:
             return error
+
+    def _lacks_places(self, text: str) -> bool:
+        """Whether a text with images beside it needs the chat template, which writes their places."""
+        is_blind = isinstance(self._images, str) or not self._encoder.template_text(self._format.chat_template)
+        return not is_blind and not self._images.has_place(text)  # type: ignore[union-attr]
 
     def read_images(self, prepared: Prepared) -> Prepared:
         line: Line | None = prepared.line

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm import PromptEncoder
-from nanovllm.jobs.columns import is_missing
+from nanovllm.jobs.columns import is_missing, names_of
 from nanovllm.jobs.lines import Row
 from nanovllm.jobs.tasks.pooled import PooledFormat, PooledLine, PooledTask
 from nanovllm.openai_format.pooled_calls import RankCall, ranked, read_document, read_documents
@@ -33,9 +33,9 @@ class RankFormat(PooledFormat):
         is_text = self.instruction is None or isinstance(self.instruction, str)
         require("instruction", self.instruction, is_text, "a text, or None")
 
-    def check_columns(self, columns: list[str]) -> None:
-        names = ", ".join(map(repr, columns[:20]))
-        if "query" not in columns or not {"document", "documents"} & set(columns):
+    def check_columns(self, columns: list[str], has_requests: bool = False) -> None:
+        if not has_requests and ("query" not in columns or not {"document", "documents"} & set(columns)):
+            names = names_of(columns)
             raise ValueError(f"input: no line has 'query' and 'document' or 'documents'; there are: {names}")
 
     def read(self, row: Row) -> PooledLine:
