@@ -35,8 +35,8 @@ _LOCK = ".lock"
 _PART = re.compile(r"part-(\d{5,})\.(jsonl|parquet)")
 _OPEN_PART = re.compile(r"_part-(\d{5,})\.jsonl\.tmp")
 _OWN = re.compile(
-    r"(_?part-\d{5,}\.(jsonl|parquet)|_errors\.jsonl|_manifest\.json|_corrected\.jsonl|_images\.jsonl)(\.tmp)?|_early\.jsonl|"
-    r"_joined\.(jsonl|parquet)"
+    r"(_?part-\d{5,}\.(jsonl|parquet)|_errors\.jsonl|_manifest\.json|_corrected\.jsonl|"
+    r"_images\.jsonl)(\.tmp)?|_early\.jsonl|_joined\.(jsonl|parquet)"
 )
 _DATA_SUFFIXES = (".json", ".ndjson", ".csv", ".tsv", ".txt", ".gz", ".zst", ".xlsx", ".arrow")
 REFUSALS = (ValueError, TypeError, ImportError, OSError)  # what a wrong call raises
