@@ -77,6 +77,7 @@ def model_class(hf_config: "PreTrainedConfig") -> Any:
 
 def find_vision(hf_config: "PreTrainedConfig") -> VisionSpec | None:
     """How a model's images become rows of embeddings; None if it has no vision tower, or none that we have."""
+    if not getattr(hf_config, "vision", None):
+        return None
     family = model_class(hf_config)
-    has_tower = hasattr(family, "vision_type") and getattr(hf_config, "vision", None)
-    return family.vision_type(hf_config) if has_tower else None
+    return family.vision_type(hf_config) if hasattr(family, "vision_type") else None
