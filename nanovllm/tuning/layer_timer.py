@@ -17,9 +17,8 @@ from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates import make_candidates
 from nanovllm.layers.matmul.candidates.quack import Quack, load_product, load_quack
-from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem
-from nanovllm.layers.matmul.table import Choice, load_table
+from nanovllm.layers.matmul.table import Choice
 from nanovllm.models.layer_facts import LayerProduct
 from nanovllm.tuning.timed_attention import TimedAttention
 from nanovllm.tuning.tuner import Picks
@@ -58,7 +57,6 @@ class LayerTimer:
         if quack is not None:
             quack.attempt = lambda launch: launch()  # An error ends one trial here, not the use of the package.
         self.candidates: dict[str, Candidate] = {each.name: each for each in make_candidates(device, quack)}
-        self._matmul = Matmul(load_table(device), list(self.candidates.values()))  # whose rows weights in 4 bits ask
         # Of experts a step reads one for each token at least.
         top_ks = [getattr(problem, "mean_top_k", 1) for problem in problems]
         bits = [problem.weight.format.bits or 8 * dtype.itemsize for problem in problems]

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from kernel_harness import launch_everywhere, nightly
-from products import default_result, matmul_with, problem
+from products import default_result, problem
 
 from nanovllm.kernels.matmul import four_bit_gemv as gemv_kernels
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
@@ -15,7 +15,6 @@ from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.matmul.candidates import (
-    Cublas,
     Dequantized,
     FourBitExperts,
     FourBitExpertsGemv,
@@ -31,8 +30,7 @@ from nanovllm.layers.matmul.candidates import (
     int4_gemv,
 )
 from nanovllm.layers.matmul.problem import ExpertsProblem
-from nanovllm.layers.matmul.row import Row
-from nanovllm.layers.matmul.table import Choice, Key, Table
+from nanovllm.layers.matmul.table import Key
 
 H200 = 132
 FORMATS = {"int4": Int4(), "mxfp4": Mxfp4()}
@@ -113,36 +111,6 @@ def test_experts(candidate, constants, format, kernels_everywhere):
         expected = default_result(asked._replace(out=out.clone()))
         assert candidate.supports(key, gate_up)
         assert_close(candidate.launch(asked, candidate.fitted(gate_up, constants))[::2], expected[::2])
-
-
-class Recorder(Cublas):
-    """cuBLAS, which keeps the problems that it was asked for."""
-
-    name = "recorder"
-    is_default = False
-
-    def __init__(self):
-        self.asked = []
-
-    def launch(self, problem, constants=()):
-        self.asked.append((problem.key, len(problem.x), constants))
-        return super().launch(problem)
-
-
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
-@pytest.mark.parametrize("operation", ["linear", "linear_silu", "linear_add"])
-def test_a_dequantized_weight_is_multiplied_as_the_table_says_for_a_plain_one(operation, format):
-    """A long prefill in 4 bits then has the kernels of one in 16."""
-    weight, x = format.quantize(torch.randn(64, 128) / 8, DTYPE), torch.randn(5, 128).to(DTYPE)
-    plain_key = Key(operation, "decode", 64, 128, "bfloat16")
-    recorder = Recorder()
-    matmul = matmul_with(Table({plain_key: Row({2: [], 8: [Choice("recorder", (3, 4))]})}), [recorder])
-    for num_tokens in (5, 2):
-        out = torch.randn(num_tokens, 64).to(DTYPE) if operation == "linear_add" else None
-        asked = problem(operation, x[:num_tokens], weight, out=None if out is None else out.clone())
-        expected = default_result(asked._replace(out=out))
-        torch.testing.assert_close(matmul.run(asked), expected, atol=0, rtol=0)
-    assert recorder.asked == [(plain_key, 5, (3, 4))]
 
 
 def test_dequantized_experts_have_tiles_of_their_own(kernels_everywhere, monkeypatch):

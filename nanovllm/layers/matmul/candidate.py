@@ -1,7 +1,7 @@
 """Candidate: one way to compute products. A file in `candidates` each."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from torch import Tensor
@@ -9,7 +9,6 @@ from torch import Tensor
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import format_of_table
 from nanovllm.layers.formats.format import Weight
-from nanovllm.layers.matmul.problem import AnyProblem
 from nanovllm.layers.matmul.table import Key
 
 
@@ -35,10 +34,6 @@ class Candidate(ABC):
     def supports(self, key: Key, weight: Weight) -> bool:
         """Whether it computes this product on this machine. Asked once for each layer and phase."""
         return self.is_for(key)
-
-    def join(self, run: Callable[[AnyProblem], Any]) -> None:  # noqa: B027 (most have no use for it)
-        """It is one of an engine's candidates now. run: computes another problem, by the choice of that one's row: for
-        a candidate that turns its problem into another."""
 
     @abstractmethod
     def launch(self, problem: Any, constants: tuple) -> Tensor | Gated | None:

@@ -31,10 +31,6 @@ class Matmul:
         self._model = model
         self._rows: dict[Key, Row[Bound]] = {}
         self._has_told = False
-        # Weak, or an engine's candidates would outlive it until Python looks for cycles.
-        this = weakref.proxy(self)
-        for each in self._candidates.values():
-            each.join(lambda problem: this.run(problem))
 
     @property
     def has_choice(self) -> bool:

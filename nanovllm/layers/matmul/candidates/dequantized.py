@@ -1,13 +1,11 @@
 """Products of weights that become tensors of the model's dtype first: right for any format, and slow for few tokens."""
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from nanovllm.kernels import use_kernels
-from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
@@ -15,16 +13,15 @@ from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates.cublas import Cublas
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
-from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem, Problem
+from nanovllm.layers.matmul.problem import AnyProblem, ExpertsProblem
 from nanovllm.layers.matmul.table import Key
 
 _MANY_TOKENS = 128  # of an expert, from which on it is worth a trial to dequantize all experts
 
 
 class Dequantized(Candidate):
-    """The product is whose the table says for plain weights of this shape, without a table cuBLAS's; that of experts
-    our tiles'. A CPU dequantizes those experts alone that have a token. constants: of `ExpertTiles`, for experts; none
-    for some that work."""
+    """The product is cuBLAS's, that of experts our tiles'. A CPU dequantizes those experts alone that have a token.
+    constants: of `ExpertTiles`, for experts; none for some that work."""
 
     name = "dequantized"
     operations = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
@@ -32,21 +29,13 @@ class Dequantized(Candidate):
     is_default = True
     suits_short_prefills = False
 
-    def __init__(self) -> None:
-        self._run: Callable[[Problem], Any] = Cublas().launch
-
-    def join(self, run: Callable[[AnyProblem], Any]) -> None:
-        self._run = run
-
     def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
         # Its tiles are of the model's dtype. Only that and the device are asked of the weight.
         return ExpertTiles().fitted(_plain(torch.empty(0, dtype=weight.dtype, device=weight.device)), constants)
 
-    def launch(self, problem: AnyProblem, constants: tuple = ()) -> Tensor | Gated:
+    def launch(self, problem: AnyProblem, constants: tuple = ()) -> Tensor:
         if not isinstance(problem, ExpertsProblem):
-            weight = _dequantized(problem.weight)
-            key = problem.key._replace(format=weight.format.table_name(weight.dtype))
-            return self._run(problem._replace(key=key, weight=weight))
+            return Cublas().launch(problem._replace(weight=_dequantized(problem.weight)))
         if use_kernels(problem.logits):
             problem = problem._replace(weight=_dequantized(problem.weight), down=_dequantized(problem.down))
         return ExpertTiles().launch(problem, constants)
