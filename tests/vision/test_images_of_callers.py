@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("PIL", reason="needs the extra images")
-from checkpoints import make_llm, needs_family, skip_unless_known
+from checkpoints import make_llm, needs_family
 from job_files import ReadHere, by_id, interrupted_after, read_folder, read_lines, write_lines
-from vision_checkpoints import IMAGE, MARK, draw_image, make_image_tokenizer, make_vision_checkpoint
+from vision_checkpoints import IMAGE, MARK, draw_image
 
 from nanovllm import ImageRules, SamplingParams, read_image
 from nanovllm.cli import main
@@ -21,14 +21,6 @@ pytestmark = needs_family("qwen3_vl")
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 OPTIONS = {"temperature": 0, "max_tokens": 6, "ignore_eos": True, "use_tqdm": False}
 SIZES = {"a.png": (48, 48), "b.png": (32, 64), "inner/c.png": (64, 32)}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    skip_unless_known("qwen3_vl")
-    path = make_vision_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_vl")
-    make_image_tokenizer(path)
-    return path
 
 
 @pytest.fixture(scope="module")

@@ -5,9 +5,9 @@ import pytest
 
 pytest.importorskip("PIL", reason="needs the extra images")
 import torch
-from checkpoints import complete, generate, greedy, make_llm, needs_family, random_prompt, skip_unless_known
+from checkpoints import complete, generate, greedy, make_llm, needs_family, random_prompt
 from thread_replicas import ThreadReplicas
-from vision_checkpoints import BEGIN, END, IMAGE, draw_image, make_vision_checkpoint
+from vision_checkpoints import BEGIN, END, IMAGE, draw_image
 
 from nanovllm import SamplingParams
 from nanovllm.engine.features.images.image_sequence import ImageSequence
@@ -18,12 +18,6 @@ from nanovllm.engine.replicas.placement import Placement
 
 pytestmark = needs_family("qwen3_vl")
 SIZES = [(48, 48), (128, 48), (16, 32), (64, 64), (32, 64)]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    skip_unless_known("qwen3_vl")
-    return make_vision_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_vl")
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import shutil
 import pytest
 
 pytest.importorskip("PIL", reason="needs the extra images")
-from checkpoints import make_llm, needs_family, skip_unless_known
+from checkpoints import make_llm, needs_family
 from job_files import ReadHere, read_folder, write_lines
-from vision_checkpoints import MARK, draw_image, make_image_tokenizer, make_vision_checkpoint
+from vision_checkpoints import MARK, draw_image
 
 from nanovllm import read_image
 from nanovllm.cli import main
@@ -18,14 +18,6 @@ from nanovllm.jobs import run_batch, verify_batch, work
 pytestmark = needs_family("qwen3_vl")
 OPTIONS = {"max_tokens": 6, "ignore_eos": True, "use_tqdm": False}
 SIZES = {"a.png": (48, 48), "b.png": (32, 64), "c.png": (16, 32)}
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory):
-    skip_unless_known("qwen3_vl")
-    path = make_vision_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_vl")
-    make_image_tokenizer(path)
-    return path
 
 
 @pytest.fixture(scope="module")
