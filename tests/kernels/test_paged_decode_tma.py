@@ -53,8 +53,8 @@ def test_whole_tiles_by_the_memory_accelerator(
 def test_the_memory_accelerators_kernel_is_taken_where_it_can_be(monkeypatch, device):
     asked, launched = [], []
     monkeypatch.setattr(triton_backend, "has_tma", lambda *case: asked.append(case) or True)
-    describe = paged_decode_module._descriptors
-    monkeypatch.setattr(paged_decode_module, "_descriptors", lambda *args: launched.append(args) or describe(*args))
+    describe = paged_decode_module.descriptors_of
+    monkeypatch.setattr(paged_decode_module, "descriptors_of", lambda *args: launched.append(args) or describe(*args))
     shape = AttentionShape(16, 8, 64, 64, torch.float16, torch.device(device))
     backend = prepare(TritonBackend(), shape, [None], max_rows=3)
     backend.constants = H200  # which take the accelerator from 3 rows of 8 KV heads on

@@ -423,7 +423,7 @@ def paged_decode(
     padded_dim = max(16, triton.next_power_of_2(head_dim))
     if config.tma and kv_scales is not None:
         v_cache = v_cache.view(torch.int16)
-    k_desc, v_desc = _descriptors(k_cache, v_cache, config.tile) if config.tma else (None, None)
+    k_desc, v_desc = descriptors_of(k_cache, v_cache, config.tile) if config.tma else (None, None)
     group = num_heads // num_kv_heads
     launcher(_paged_decode_kernel, (num_kv_heads, len(plan)), pdl and has_pdl(q.device))(
         out, q, k_desc, v_desc, k_cache, v_cache, kv_scales, sinks, block_tables, plan,
@@ -446,7 +446,7 @@ def has_tma(head_dim: int, block_size: int, itemsize: int, device: torch.device)
     return fits and GpuFacts.of(device).is_hopper
 
 
-def _descriptors(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tuple:
+def descriptors_of(k_cache: torch.Tensor, v_cache: torch.Tensor, tile: int) -> tuple:
     """What the tensor memory accelerator has to know of the caches: tiles of `tile` keys of one head. Raises ValueError
     unless head_dim is a power of two and a tile a part of a block."""
     _, block_size, num_kv_heads, head_dim = k_cache.shape
