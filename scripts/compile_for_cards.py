@@ -34,7 +34,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 import nanovllm.kernels
 from nanovllm.config import Config
-from nanovllm.engine import deterministic, model_runner
+from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.start import build
@@ -337,8 +337,7 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
     """The variants that an engine launches on a pretended card, from its start on."""
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
     # A vision tower is transformers' own, and launches none of our kernels.
-    with patch.object(deterministic, "DEVICES_OF_LINEAR_ATTENTION", ["cuda"]):
-        config = Config(model, device=str(device), text_only=True, **options)
+    config = Config(model, device=str(device), text_only=True, **options)
     with _recording() as found:
         tp = TensorParallel()
         if config.tensor_parallel_size > 1:

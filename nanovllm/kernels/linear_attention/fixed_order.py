@@ -58,7 +58,7 @@ def fixed_order_decode(
     gates = _gates(a, b, A_log, dt_bias)
     ranks = ranks_of_rows(cells, is_proposed).masked_fill(cells < 0, -1)
     writes = cells.long()
-    back = torch.arange(conv_weight.shape[1] - 1, 0, -1)
+    back = torch.arange(conv_weight.shape[1] - 1, 0, -1, device=qkv.device)
     for rank in range(int(ranks.max()) + 1 if len(ranks) else 0):
         rows = torch.nonzero(ranks == rank).squeeze(1)
         write, position = writes[rows], context_lens[rows, None] - 1
