@@ -36,6 +36,7 @@ def test_tokens_are_those_of_transformers(case, engine):
         assert_idle(llm)
 
 
+@pytest.mark.alone
 def test_a_start_in_bfloat16_with_memory_for_the_largest_image(case):
     path, prompts, _ = case
     with make_llm(path, device="cuda", dtype="bfloat16", num_kvcache_blocks=-1, kvcache_block_size=256) as llm:
