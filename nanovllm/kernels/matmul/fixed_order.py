@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from nanovllm.kernels import kernel_of, kernel_or_twin
+from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import check_layer
@@ -76,9 +77,10 @@ def _fixed_order_kernel(
 def _fixed_order_hopper_kernel(
     x_desc, weight_desc, y_desc, residual, num_tokens, N, K, num_programs,
     TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    SILU: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """N: columns of the result."""
+    await_previous(PDL)
     token_tiles, column_tiles = tl.cdiv(num_tokens, TILE_TOKENS), tl.cdiv(N, TILE_COLUMNS)
     group_size = GROUP * column_tiles
     for tile in tl.range(tl.program_id(0), token_tiles * column_tiles, num_programs, flatten=True):
@@ -167,7 +169,7 @@ def fixed_order_linear_on_hopper(
     (num_tokens, K), N = x.shape, y.shape[1]
     num_programs = min(tile.num_programs(num_tokens, len(weight)), GpuFacts.of(x.device).num_multiprocessors)
     columns = tile.columns // 2 if silu else tile.columns
-    launcher(_fixed_order_hopper_kernel, (num_programs,))(
+    launcher(_fixed_order_hopper_kernel, (num_programs,), has_pdl(x.device))(
         TensorDescriptor.from_tensor(x, [tile.tokens, tile.k]),
         TensorDescriptor.from_tensor(weight, [columns, tile.k]),
         TensorDescriptor.from_tensor(y, [tile.tokens, columns]),
