@@ -158,7 +158,7 @@ def _launch_fixed_order_linear(x, weight, silu=False, residual=None):
         x, weight, y, num_tokens, x.stride(0), N=N, K=K, TILE_TOKENS=TILE_TOKENS, TILE_COLUMNS=TILE_COLUMNS,
         TILE_K=_TILE_BYTES // x.element_size(), num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
     )  # fmt: skip
-    return _finished(y, silu_and_mul if silu else None, residual)
+    return _finished(y, silu_and_mul.kernel if silu else None, residual)
 
 
 def fixed_order_linear_on_hopper(
