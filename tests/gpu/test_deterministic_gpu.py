@@ -178,6 +178,17 @@ def test_a_token_has_the_same_bits_in_prefill_and_decode(heads, head_dim, dtype,
 REQUESTS = make_requests(24, LENGTHS, head=600, max_tokens=40)
 
 
+def assert_same_bits(path, common, engines, passes=1):
+    """Of each request alone and among all, in these ENGINES. In a second pass, beginnings are cached."""
+    with make_llm(path, enable_prefix_caching=False, **common) as llm:
+        alone = answers_alone(llm, REQUESTS)
+    for name in engines:
+        with make_llm(path, **common | ENGINES[name]) as llm:
+            for _ in range(passes):
+                found = answers(llm, REQUESTS)
+                assert [i for i in range(len(REQUESTS)) if found[i] != alone[i]] == [], name
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_requests_bits_do_not_depend_on_its_company(family, dtype, tmp_path):
@@ -188,14 +199,7 @@ def test_a_requests_bits_do_not_depend_on_its_company(family, dtype, tmp_path):
     if LINEAR.keys() <= fields.keys():
         common["state_dtype"] = dtype
     common["num_kvcache_blocks"] = 2000
-    with make_llm(path, enable_prefix_caching=False, **common) as llm:
-        alone = answers_alone(llm, REQUESTS)
-    for name, options in ENGINES.items():
-        with make_llm(path, **common | options) as llm:
-            for _ in range(2):  # The second time, beginnings are cached.
-                found = answers(llm, REQUESTS)
-                wrong = [i for i in range(len(REQUESTS)) if found[i] != alone[i]]
-                assert not wrong, (name, wrong)
+    assert_same_bits(path, common, ENGINES, passes=2)
 
 
 MOE = {"family": "qwen3_moe", "head_dim": 64, "num_experts": 8, "num_experts_per_tok": 3, "max_window_layers": 0}
@@ -237,12 +241,7 @@ def test_so_it_is_with_weights_in_every_format_and_with_experts(name, tmp_path):
         common |= {"quantization": quantization} if quantization else {}
     if quantization == "fp8":
         skip_unless_multiplied(Fp8())
-    with make_llm(path, enable_prefix_caching=False, **common) as llm:
-        alone = answers_alone(llm, REQUESTS)
-    for engine in ("graphs", "chunks", "mixed"):
-        with make_llm(path, **common | ENGINES[engine]) as llm:
-            found = answers(llm, REQUESTS)
-            assert [i for i in range(len(REQUESTS)) if found[i] != alone[i]] == [], engine
+    assert_same_bits(path, common, ("graphs", "chunks", "mixed"))
 
 
 @pytest.mark.two_gpus
@@ -258,12 +257,7 @@ def test_so_it_is_over_several_gpus(fields, dtype, num_ranks, tmp_path, monkeypa
     path = make_checkpoint(tmp_path, max_position_embeddings=2048, **fields)
     common: dict = {"device": "cuda", "dtype": dtype, "deterministic": True, "tensor_parallel_size": num_ranks}
     common |= {"max_model_len": 2048, "num_kvcache_blocks": 2000}
-    with make_llm(path, enable_prefix_caching=False, **common) as llm:
-        alone = answers_alone(llm, REQUESTS)
-    for engine in ("graphs", "chunks", "mixed"):
-        with make_llm(path, **common | ENGINES[engine]) as llm:
-            found = answers(llm, REQUESTS)
-            assert [i for i in range(len(REQUESTS)) if found[i] != alone[i]] == [], engine
+    assert_same_bits(path, common, ("graphs", "chunks", "mixed"))
 
 
 def test_a_score_has_the_bits_of_the_sampling(base):
