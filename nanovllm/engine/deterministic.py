@@ -16,9 +16,6 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.table import Key
 from nanovllm.utils.checks import require
 
-# Where their bits have been compared. tests/gpu/test_deterministic_gpu.py compares ranks on two GPUs, but none have run
-# it yet.
-DEVICES_OF_RANKS = ["cpu"]
 # Where images have been compared. On a GPU that of a decoder's image attention has no kernel yet.
 DEVICES_OF_IMAGES = ["cpu"]
 
@@ -39,8 +36,6 @@ def check_deterministic(config: Any) -> None:
             f"quantization: products of weights in {format.kind or format.name} are not batch-invariant; use "
             "unquantized weights with deterministic=True"
         )
-    ranks = config.tensor_parallel_size
-    refuse("tensor_parallel_size", ranks, config.device in DEVICES_OF_RANKS or ranks == 1, "1 on a GPU")
     for feature in config.features:
         refuse(
             "features",

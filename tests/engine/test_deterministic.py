@@ -271,21 +271,11 @@ def test_it_has_the_mixed_steps_that_the_model_has_without_it(path):
     assert fixed == plain > 0
 
 
-def test_a_gpu_takes_every_format_and_one_rank(path, monkeypatch):
-    config = Config(str(path), device="cpu")
+@pytest.mark.parametrize("model", ["Qwen3-0.6B", "Qwen3.5-0.8B"])
+def test_a_gpu_takes_every_format_ranks_and_linear_attention(model, monkeypatch):
+    config = Config(model, device="cpu", load_format="dummy", skip_tokenizer_init=True)
     monkeypatch.setattr(config, "device", "cuda")
+    monkeypatch.setattr(config, "tensor_parallel_size", 2)
     for format in (Fp8(), Fp8Blocks(), Int4(), Mxfp4(), None):
         monkeypatch.setattr(config, "weight_format", format)
-        check_deterministic(config)
-    monkeypatch.setattr(config, "tensor_parallel_size", 2)
-    with pytest.raises(ValueError, match="tensor_parallel_size=2: must be 1 on a GPU with deterministic=True"):
-        check_deterministic(config)
-
-
-def test_linear_attention_on_a_gpu_is_refused(monkeypatch):
-    """Until its kernels have been compared on one."""
-    config = Config("Qwen3.5-0.8B", device="cpu", load_format="dummy", skip_tokenizer_init=True)
-    check_deterministic(config)
-    monkeypatch.setattr(config, "device", "cuda")
-    with pytest.raises(ValueError, match="model: has linear attention, of which no GPU has compared bits yet"):
         check_deterministic(config)

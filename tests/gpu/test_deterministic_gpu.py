@@ -8,7 +8,6 @@ from products import problem
 from same_bits import answers, answers_alone, make_requests
 
 from nanovllm import SamplingParams
-from nanovllm.engine import deterministic
 from nanovllm.kernels.attention.fixed_order import FixedOrderWorkspace, fixed_order_decode, fixed_order_prefill
 from nanovllm.kernels.matmul.fixed_order import fixed_order_linear
 from nanovllm.layers.activation import Gated
@@ -249,15 +248,14 @@ def test_so_it_is_with_weights_in_every_format_and_with_experts(name, tmp_path):
 @pytest.mark.parametrize(
     ("fields", "dtype"), [({"head_dim": 64}, "bfloat16"), ({"head_dim": 64}, "float32"), (MOE, "bfloat16")]
 )
-def test_so_it_is_over_several_gpus(fields, dtype, num_ranks, tmp_path, monkeypatch):
-    """Of the same number of ranks. They are refused until this has passed on a machine with two GPUs."""
-    monkeypatch.setattr(deterministic, "DEVICES_OF_RANKS", ["cpu", "cuda"])
+def test_so_it_is_over_several_gpus(fields, dtype, num_ranks, tmp_path):
+    """Of the same number of ranks."""
     if torch.cuda.device_count() < num_ranks:
         pytest.skip(f"needs {num_ranks} CUDA devices")
     path = make_checkpoint(tmp_path, max_position_embeddings=2048, **fields)
     common: dict = {"device": "cuda", "dtype": dtype, "deterministic": True, "tensor_parallel_size": num_ranks}
     common |= {"max_model_len": 2048, "num_kvcache_blocks": 2000}
-    assert_same_bits(path, common, ("graphs", "chunks", "mixed"))
+    assert_same_bits(path, common, ("graphs", "chunks", "speculation"))
 
 
 def test_a_score_has_the_bits_of_the_sampling(base):

@@ -24,8 +24,9 @@ from nanovllm.kernels.triton_stub import tl, triton
 CHUNK = 512  # keys
 MAX_HEAD_DIM = 256
 _TILE_ROWS, _NUM_WARPS = 64, 4
-_HOPPER_ROWS, _HOPPER_WARPS, _HOPPER_STAGES = 128, 8, 2  # of prefills
-_DECODE_WARPS, _DECODE_STAGES = 2, 2
+# Of decode steps on Hopper. More stages load earlier, but leave fewer programs at once.
+_DECODE_WARPS, _STAGES_OF_FEW, _STAGES_OF_MANY = 2, 3, 2
+_FEW = 256  # rows times KV heads
 _FEWEST_ROWS, _FEWEST_COLUMNS = tl.constexpr(16), tl.constexpr(8)  # of tensor cores
 
 
@@ -397,7 +398,8 @@ def fixed_order_decode(
         launcher(_decode_chunks_hopper_kernel, grid, has_pdl(q.device))(
             *parts, q, k_cache, v_cache, *descriptors, context_lens, block_tables, *strides, scale_log2,
             LANES=num_lanes(group, True), TILE_KEYS=sizes["TILE_KEYS"], BLOCK_SIZE=block_size, **chunks, **shared,
-            num_warps=_DECODE_WARPS, num_stages=_DECODE_STAGES,
+            num_warps=_DECODE_WARPS,
+            num_stages=_STAGES_OF_FEW if num_rows * num_kv_heads <= _FEW else _STAGES_OF_MANY,
         )  # fmt: skip
     else:
         launcher(_decode_chunks_kernel, grid)(
@@ -421,8 +423,7 @@ def _sizes(q: Tensor, window: int | None) -> dict:
     """Of tiles: the same in prefill and decode, but for the rows where sums are by tensor cores."""
     head_dim, by_dot = q.shape[-1], sums_by_dot(q)
     padded_dim = max(16, triton.next_power_of_2(head_dim))
-    sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "WINDOW": window, "SUM_BY_DOT": by_dot, "CHUNK": CHUNK}
-    sizes["TILE_KEYS"] = tile_keys(q.element_size(), padded_dim)
-    if by_dot and padded_dim <= 128:
-        return sizes | {"TILE_ROWS": _HOPPER_ROWS, "num_warps": _HOPPER_WARPS, "num_stages": _HOPPER_STAGES}
-    return sizes | {"TILE_ROWS": _TILE_ROWS, "num_warps": _NUM_WARPS, "num_stages": 2 if padded_dim <= 128 else 1}
+    sizes = {"HEAD_DIM": head_dim, "PADDED_DIM": padded_dim, "WINDOW": window, "SUM_BY_DOT": by_dot}
+    sizes |= {"TILE_ROWS": _TILE_ROWS, "TILE_KEYS": tile_keys(q.element_size(), padded_dim), "CHUNK": CHUNK}
+    num_stages = 1 if padded_dim > 128 else 3 if by_dot else 2
+    return sizes | {"num_warps": _NUM_WARPS, "num_stages": num_stages}
