@@ -16,7 +16,6 @@ from nanovllm.kernels.attention import fixed_order
 from nanovllm.kernels.attention.fixed_order import FixedOrderWorkspace, fixed_order_decode, fixed_order_prefill
 from nanovllm.kernels.matmul import fixed_order as products
 from nanovllm.kernels.matmul.fixed_order import Tile, fixed_order_linear, fixed_order_linear_on_hopper
-from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.backends.fixed_order_triton import FixedOrderTritonBackend
 from nanovllm.layers.backends.torch_backend import prefill_attention_torch
 
@@ -25,12 +24,6 @@ from nanovllm.layers.backends.torch_backend import prefill_attention_torch
 def test_products_equal_the_twin(M, N, K, dtype, device):
     x, (weight, _) = torch.randn(M, K, device=device).to(dtype), make_linear(N, K, dtype, device)
     hold(fixed_order_linear.kernel, fixed_order_linear.twin, (x, weight), close=rounding(dtype, 1, K))
-    residual, close = torch.randn(M, N, device=device).to(dtype), rounding(dtype, 1, K)
-    expected = fixed_order_linear.twin(x, weight, residual=residual.clone())
-    torch.testing.assert_close(fixed_order_linear.kernel(x, weight, residual=residual), expected, **close)
-    weight = weight[: N // 2 * 2]
-    expected = fixed_order_linear.twin(x, weight, silu=True)
-    torch.testing.assert_close(fixed_order_linear.kernel(x, weight, silu=True), expected, **close)
 
 
 @pytest.mark.parametrize("dtype", [HALF, torch.float32])
@@ -42,23 +35,13 @@ def test_a_rows_product_has_the_same_bits_among_any_others(dtype, device):
         assert all(torch.equal(part, whole[start:][:size]) for start, part in zip((0, 7, 66), parts, strict=True)), size
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(5, 48, 72), (70, 144, 128)])
+@pytest.mark.parametrize(("M", "N", "K"), [(5, 40, 72), (70, 136, 128)])
 def test_hoppers_products_equal_the_twin(M, N, K, device):
     """Of several tiles a program, and parts of tiles."""
     x, (weight, _) = torch.randn(M, K, device=device).to(HALF), make_linear(N, K, HALF, device)
-    y, gated = (torch.full((M, n), float("nan"), device=device).to(HALF) for n in (N, N // 2))
-    added = torch.randn(M, N, device=device).to(HALF)
-    expected, close = fixed_order_linear.twin(x, weight, residual=added.clone()), rounding(HALF, 1, K)
-    tile = Tile(64, 64, 64, 4, 3)
-    fixed_order_linear_on_hopper(x, weight, y, tile)
-    fixed_order_linear_on_hopper(x, weight, gated, tile, silu=True)
-    fixed_order_linear_on_hopper(x, weight, added, tile, add=True)
-    torch.testing.assert_close(y, fixed_order_linear.twin(x, weight), **close)
-    torch.testing.assert_close(added, expected, **close)
-    if device == "cpu":
-        torch.testing.assert_close(gated, fixed_order_linear.twin(x, weight, silu=True), **close)
-    else:  # The same operations.
-        assert torch.equal(gated, silu_and_mul.kernel(y))
+    y = torch.full((M, N), float("nan"), device=device).to(HALF)
+    fixed_order_linear_on_hopper(x, weight, y, Tile(64, 64, 64, 4, 3))
+    torch.testing.assert_close(y, fixed_order_linear.twin(x, weight), **rounding(HALF, 1, K))
 
 
 def test_a_tile_is_as_large_as_the_rows_and_the_multiprocessors_allow():
@@ -80,11 +63,6 @@ def test_wrong_products_are_refused(device):
     given = {"x": torch.zeros(2, 32, device=device), "weight": torch.zeros(8, 32, device=device)}
     wrong = {"x": [given["x"][:, :16], given["x"].half().T], "weight": [given["weight"].half(), given["weight"].T]}
     assert_refused(lambda x, weight: fixed_order_linear.kernel(x, weight), given, wrong)
-    given |= {"residual": torch.zeros(2, 8, device=device)}
-    wrong = {"residual": [given["residual"][:1], given["residual"].half(), given["residual"][:, ::2]]}
-    assert_refused(fixed_order_linear.kernel, given, wrong)
-    with pytest.raises(ValueError, match="weight must have an even number of rows"):
-        fixed_order_linear.kernel(given["x"], given["weight"][:5], silu=True)
 
 
 class Case:

@@ -21,7 +21,7 @@ from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed, RMSNorm
-from nanovllm.layers.matmul.candidates import dequantized, expert_tiles, fixed_order_gpu
+from nanovllm.layers.matmul.candidates import dequantized, expert_tiles
 from nanovllm.layers.matmul.candidates.fixed_order import OF_LAYERS
 from nanovllm.layers.matmul.candidates.fixed_order_gpu import make_fixed_order_candidates_of_gpu
 from nanovllm.layers.matmul.matmul import Matmul
@@ -45,8 +45,7 @@ every_format = pytest.mark.parametrize(("format", "dtype"), CASES.values(), ids=
 def matmul(monkeypatch) -> Matmul:
     """A GPU's, on a CPU."""
     launch_everywhere(monkeypatch, expert_tiles, dequantized)
-    for module in (fixed_order, fixed_order_gpu):
-        monkeypatch.setattr(module, "fixed_order_linear", fixed_order_linear.kernel)
+    monkeypatch.setattr(fixed_order, "fixed_order_linear", fixed_order_linear.kernel)
     return Matmul(candidates=make_fixed_order_candidates_of_gpu(torch.device("cpu")))
 
 

@@ -16,7 +16,6 @@ from torch import Tensor
 from nanovllm.kernels.attention.decode_plan import num_lanes
 from nanovllm.kernels.attention.paged_cache import check_layout, check_sinks, key_slots, load_blocks, load_sinks
 from nanovllm.kernels.attention.paged_decode import descriptors_of, has_tma
-from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.triton_stub import tl, triton
@@ -227,10 +226,9 @@ def _decode_chunks_hopper_kernel(
     q_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, TILE_KEYS: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """As `_decode_chunks_kernel`. k_desc and v_desc: see `paged_decode`; None: tiles are loaded by pointers."""
-    await_previous(PDL)
     kv_head, row, chunk = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     num_keys = tl.load(context_lens_ptr + row)
     first_key, end_key = chunk * CHUNK, tl.minimum(chunk * CHUNK + CHUNK, num_keys)
@@ -292,9 +290,7 @@ def _decode_merge_kernel(
     out_ptr, partial_ptr, max_ptr, sum_ptr, context_lens_ptr, sinks_ptr,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, LANES: tl.constexpr, HEAD_DIM: tl.constexpr,
     PADDED_DIM: tl.constexpr, CHUNK: tl.constexpr, NUM_CHUNKS: tl.constexpr, WINDOW: tl.constexpr,
-    PDL: tl.constexpr,
 ):  # fmt: skip
-    await_previous(PDL)
     kv_head, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     num_keys = tl.load(context_lens_ptr + row)
     lanes, dims = tl.arange(0, LANES), tl.arange(0, PADDED_DIM)
@@ -395,7 +391,7 @@ def fixed_order_decode(
         descriptors = None, None
         if has_tma(head_dim, block_size, q.element_size(), q.device):
             descriptors = descriptors_of(k_cache, v_cache, sizes["TILE_KEYS"])
-        launcher(_decode_chunks_hopper_kernel, grid, has_pdl(q.device))(
+        launcher(_decode_chunks_hopper_kernel, grid)(
             *parts, q, k_cache, v_cache, *descriptors, context_lens, block_tables, *strides, scale_log2,
             LANES=num_lanes(group, True), TILE_KEYS=sizes["TILE_KEYS"], BLOCK_SIZE=block_size, **chunks, **shared,
             num_warps=_DECODE_WARPS,
@@ -407,7 +403,7 @@ def fixed_order_decode(
             BLOCK_SIZE=block_size, **chunks, **sizes,
         )  # fmt: skip
     lanes = max(2, triton.next_power_of_2(group))
-    launcher(_decode_merge_kernel, (num_kv_heads, num_rows), has_pdl(q.device))(
+    launcher(_decode_merge_kernel, (num_kv_heads, num_rows))(
         out, *parts, context_lens, sinks, LANES=lanes, **chunks, **shared, num_warps=4
     )
     return out

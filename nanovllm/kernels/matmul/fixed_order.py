@@ -8,17 +8,15 @@ cores there give a row the same bits in tiles of all sizes, which tests/gpu/test
 tensors that the accelerator cannot address, in float32, and on other cards, one tile size computes all numbers of rows.
 """
 
-from collections.abc import Callable
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanovllm.kernels import kernel_of, kernel_or_twin
-from nanovllm.kernels.dependent_launch import await_previous, has_pdl
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.linear_checks import check_layer
-from nanovllm.kernels.silu_and_mul import gated, silu_and_mul
 from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 # Narrow, because few rows leave no other programs than those of the columns.
@@ -75,12 +73,9 @@ def _fixed_order_kernel(
 
 @triton.jit(do_not_specialize=["num_tokens", "num_programs"])
 def _fixed_order_hopper_kernel(
-    x_desc, weight_desc, y_desc, residual, num_tokens, N, K, num_programs,
+    x_desc, weight_desc, y_desc, num_tokens, N, K, num_programs,
     TILE_TOKENS: tl.constexpr, TILE_COLUMNS: tl.constexpr, TILE_K: tl.constexpr, GROUP: tl.constexpr,
-    SILU: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """N: columns of the result."""
-    await_previous(PDL)
     token_tiles, column_tiles = tl.cdiv(num_tokens, TILE_TOKENS), tl.cdiv(N, TILE_COLUMNS)
     group_size = GROUP * column_tiles
     for tile in tl.range(tl.program_id(0), token_tiles * column_tiles, num_programs, flatten=True):
@@ -89,93 +84,51 @@ def _fixed_order_hopper_kernel(
         token = (first + tile % group_size % in_group) * TILE_TOKENS
         column = tile % group_size // in_group * TILE_COLUMNS
         acc = tl.zeros([TILE_TOKENS, TILE_COLUMNS], tl.float32)
-        up = tl.zeros([TILE_TOKENS, TILE_COLUMNS], tl.float32)
         for k in range(0, K, TILE_K):  # What lies outside is zeros.
-            x = x_desc.load([token, k])
-            acc = tl.dot(x, weight_desc.load([column, k]).T, acc)
-            if SILU:
-                up = tl.dot(x, weight_desc.load([N + column, k]).T, up)
-        # Rounded before what follows, as the product alone is.
-        y = acc.to(y_desc.dtype)
-        if SILU:
-            product = gated(y.to(tl.float32), up.to(y_desc.dtype).to(tl.float32), False, None, None)
-            y = product.to(y_desc.dtype)
-        if residual is not None:
-            tokens, columns = token + tl.arange(0, TILE_TOKENS), column + tl.arange(0, TILE_COLUMNS)
-            inside = (tokens < num_tokens)[:, None] & (columns < N)[None, :]
-            other = tl.load(residual + tokens.to(tl.int64)[:, None] * N + columns[None, :], mask=inside, other=0.0)
-            y = (y.to(tl.float32) + other.to(tl.float32)).to(y_desc.dtype)
-        y_desc.store([token, column], y)
+            acc = tl.dot(x_desc.load([token, k]), weight_desc.load([column, k]).T, acc)
+        y_desc.store([token, column], acc.to(y_desc.dtype))
 
 
 @kernel_or_twin
-def fixed_order_linear(x: Tensor, weight: Tensor, silu: bool = False, residual: Tensor | None = None) -> Tensor:
+def fixed_order_linear(x: Tensor, weight: Tensor) -> Tensor:
     """`x W^T`, summed in float32 and rounded once: a new `[num_tokens, N]`.
 
     x: `[num_tokens, K]`, float32, float16 or bfloat16, with contiguous rows. weight: `[N, K]` of x's dtype, contiguous.
-    silu: the result is `silu_and_mul` of the product. residual: `[num_tokens, N]` of x's dtype, contiguous, to which
-    the product is added in place, and which is the result; not with silu. The kernel raises ValueError for others.
-
-    A row of its result has the same bits for any other rows and any number of them; the twin, which has the kernel's
-    sums and rounding, does not promise that.
+    The kernel raises ValueError for others. A row of its result has the same bits for any other rows and any number of
+    them; the twin, which has the kernel's sums and rounding, does not promise that.
     """
-    return _finished((x.float() @ weight.float().T).to(x.dtype), silu_and_mul.twin if silu else None, residual)
-
-
-def _finished(y: Tensor, activate: Callable[[Tensor], Tensor] | None, residual: Tensor | None) -> Tensor:
-    if residual is not None:
-        return residual.add_(y)
-    return y if activate is None else activate(y)
+    return (x.float() @ weight.float().T).to(x.dtype)
 
 
 @kernel_of(fixed_order_linear)
-def _launch_fixed_order_linear(x, weight, silu=False, residual=None):
+def _launch_fixed_order_linear(x, weight):
     num_tokens, (N, K) = len(x), weight.shape
-    if residual is not None and (residual.shape != (num_tokens, N) or not residual.is_contiguous() or silu):
-        raise ValueError(
-            f"residual must be a contiguous [{num_tokens}, {N}], without silu, not {list(residual.shape)} with strides "
-            f"{residual.stride()}"
-        )
-    if silu and N % 2:
-        raise ValueError(f"weight must have an even number of rows, gate and up, not {N}")
+    y = torch.empty(num_tokens, N, dtype=x.dtype, device=x.device)
     if num_tokens == 0:
-        return x.new_empty(0, N // 2 if silu else N) if residual is None else residual
+        return y
     check_layer(x, weight, None, num_tokens)
-    if residual is not None and residual.dtype != x.dtype:
-        raise ValueError(f"residual must have x's dtype {x.dtype}, not {residual.dtype}")
-    facts = GpuFacts.of(x.device)
-    if facts.is_hopper:
-        tile = _tile(num_tokens, N, facts.num_multiprocessors)
-        # The largest has no room for the numbers to which the product is added.
-        is_added = residual is not None and tile is not _LARGEST_TILE
-        y = residual if is_added else x.new_empty(num_tokens, N // 2 if silu else N)
-        if all(map(_is_addressable, (x, weight, y))):
-            fixed_order_linear_on_hopper(x, weight, y, tile, silu, is_added)
-            return y if is_added else _finished(y, None, residual)
-    y = x.new_empty(num_tokens, N)
+    if GpuFacts.of(x.device).is_hopper and all(map(_is_addressable, (x, weight, y))):
+        fixed_order_linear_on_hopper(x, weight, y, _tile(num_tokens, N, GpuFacts.of(x.device).num_multiprocessors))
+        return y
     grid = triton.cdiv(N, TILE_COLUMNS), triton.cdiv(num_tokens, TILE_TOKENS)
     launcher(_fixed_order_kernel, grid)(
         x, weight, y, num_tokens, x.stride(0), N=N, K=K, TILE_TOKENS=TILE_TOKENS, TILE_COLUMNS=TILE_COLUMNS,
         TILE_K=_TILE_BYTES // x.element_size(), num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
     )  # fmt: skip
-    return _finished(y, silu_and_mul.kernel if silu else None, residual)
+    return y
 
 
-def fixed_order_linear_on_hopper(
-    x: Tensor, weight: Tensor, y: Tensor, tile: Tile, silu: bool = False, add: bool = False
-) -> None:
+def fixed_order_linear_on_hopper(x: Tensor, weight: Tensor, y: Tensor, tile: Tile) -> None:
     """`y = x W^T` with a tile of a given size, of tensors as `fixed_order_linear`'s in 16 bits, whose rows begin at
-    multiples of 16 bytes. silu: of both halves of the product. add: to what y holds."""
-    (num_tokens, K), N = x.shape, y.shape[1]
-    num_programs = min(tile.num_programs(num_tokens, len(weight)), GpuFacts.of(x.device).num_multiprocessors)
-    columns = tile.columns // 2 if silu else tile.columns
-    launcher(_fixed_order_hopper_kernel, (num_programs,), has_pdl(x.device))(
+    multiples of 16 bytes."""
+    (num_tokens, K), N = x.shape, len(weight)
+    num_programs = min(tile.num_programs(num_tokens, N), GpuFacts.of(x.device).num_multiprocessors)
+    launcher(_fixed_order_hopper_kernel, (num_programs,))(
         TensorDescriptor.from_tensor(x, [tile.tokens, tile.k]),
-        TensorDescriptor.from_tensor(weight, [columns, tile.k]),
-        TensorDescriptor.from_tensor(y, [tile.tokens, columns]),
-        y if add else None, num_tokens, N, K, num_programs,
-        TILE_TOKENS=tile.tokens, TILE_COLUMNS=columns, TILE_K=tile.k, GROUP=_GROUP, SILU=silu,
-        num_warps=tile.num_warps, num_stages=tile.num_stages,
+        TensorDescriptor.from_tensor(weight, [tile.columns, tile.k]),
+        TensorDescriptor.from_tensor(y, [tile.tokens, tile.columns]),
+        num_tokens, N, K, num_programs, TILE_TOKENS=tile.tokens, TILE_COLUMNS=tile.columns, TILE_K=tile.k,
+        GROUP=_GROUP, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 

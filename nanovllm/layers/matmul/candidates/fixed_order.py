@@ -27,7 +27,7 @@ class FixedOrderProducts(Candidate):
     is_batch_invariant = True
 
     def launch(self, problem: Problem, constants: tuple = ()) -> Tensor:
-        return finished(problem, problem.weight.linear(problem.x))
+        return _finished(problem, problem.weight.linear(problem.x))
 
 
 class FixedOrderExperts(Candidate):
@@ -62,10 +62,10 @@ class FixedOrderDequantized(Candidate):
     def launch(self, problem: AnyProblem, constants: tuple = ()) -> Tensor:
         if isinstance(problem, ExpertsProblem):
             return experts_twin(problem, self._products.linear)
-        return finished(problem, self._products.linear(problem.x, problem.weight))
+        return _finished(problem, self._products.linear(problem.x, problem.weight))
 
 
-def finished(problem: Problem, y: Tensor) -> Tensor:
+def _finished(problem: Problem, y: Tensor) -> Tensor:
     """The result of a product that is y without a bias."""
     key, _, _, bias, out = problem
     if bias is not None:

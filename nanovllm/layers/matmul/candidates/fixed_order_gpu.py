@@ -3,7 +3,7 @@
 The kernels are those of other engines, with one row of constants each instead of the table's. So a result's number is
 computed by the same operations, and a whole K is summed by one program, whatever the number of tokens, and wherever a
 token is in a tile. Only stages of the load pipeline depend on the card. Plain weights have a kernel of their own
-(`kernels.matmul.fixed_order`).
+(`fixed_order.FixedOrderProducts`).
 """
 
 import torch
@@ -11,18 +11,17 @@ from torch import Tensor
 
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
-from nanovllm.kernels.matmul.fixed_order import fixed_order_linear
 from nanovllm.kernels.matmul.four_bit import DTYPES
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.matmul.split_k import SplitKConfig
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.fixed_order import FixedOrder
-from nanovllm.layers.formats.format import Weight, value_of
+from nanovllm.layers.formats.format import Weight
 from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates.dequantized import Dequantized
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
-from nanovllm.layers.matmul.candidates.fixed_order import OF_LAYERS, FixedOrderProducts, finished
+from nanovllm.layers.matmul.candidates.fixed_order import OF_LAYERS, FixedOrderProducts
 from nanovllm.layers.matmul.candidates.four_bit import FORMATS
 from nanovllm.layers.matmul.candidates.four_bit_experts import FourBitExperts
 from nanovllm.layers.matmul.candidates.four_bit_tiles import FourBitTiles
@@ -39,24 +38,6 @@ _EXPERT_TILE_BYTES = 128  # of a row of a tile of experts: 64 numbers of 16 bits
 def _of_experts(itemsize: int) -> TileConfig:
     """For weights and inputs with numbers of so many bytes."""
     return TileConfig(tokens=64, columns=64, k=_EXPERT_TILE_BYTES // itemsize, num_warps=4, num_stages=4)
-
-
-class FixedOrderPlain(Candidate):
-    """Of plain weights. What follows the product may be its last step."""
-
-    name = FixedOrderProducts.name
-    operations = OF_LAYERS
-    formats = (FixedOrder.name,)
-    is_default = True
-    is_batch_invariant = True
-
-    def launch(self, problem: Problem, constants: tuple = ()) -> Tensor:
-        key, x, weight, bias, out = problem
-        if bias is None and key.operation == "linear_silu":
-            return fixed_order_linear(value_of(x), weight.values, silu=True)
-        if bias is None and key.operation == "linear_add":
-            return fixed_order_linear(value_of(x), weight.values, residual=out)
-        return finished(problem, weight.linear(x))
 
 
 class FixedOrderFp8(Candidate):
@@ -86,7 +67,7 @@ class FixedOrderFourBit(Candidate):
     is_batch_invariant = True
 
     def __init__(self, device: torch.device):
-        self._tiles, self._plain = FourBitTiles(device), FixedOrderPlain()
+        self._tiles, self._plain = FourBitTiles(device), FixedOrderProducts()
         self._constants = _fitted(_IN_FOUR_BITS.fitted(device))
 
     def launch(self, problem: Problem, constants: tuple = ()) -> Tensor | Gated:
@@ -133,4 +114,4 @@ def _fitted(constants: tuple | None) -> tuple:
 
 def make_fixed_order_candidates_of_gpu(device: torch.device) -> list[Candidate]:
     """All that a GPU's engine with `deterministic=True` has."""
-    return [FixedOrderPlain(), FixedOrderFp8(device), FixedOrderFourBit(device), FixedOrderExpertTiles(device)]
+    return [FixedOrderProducts(), FixedOrderFp8(device), FixedOrderFourBit(device), FixedOrderExpertTiles(device)]
