@@ -88,11 +88,14 @@ TOLERANCE = {torch.float32: 5e-5, torch.float16: 2e-2, torch.bfloat16: 8e-2}
 
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
+STATE_DTYPES = [F32, F16, BF16]
+# Of states that are rounded at other places.
+ROUNDING = {F32: 2e-5, F16: 8e-3, BF16: 6e-2}
 
 
 @pytest.mark.parametrize(
     ("heads", "state_dtype", "dtype"),
-    [((2, 2), F32, F16), ((2, 4), BF16, F32), *nightly(*product([(2, 2), (2, 4), (1, 3)], [F32, BF16], [F32, F16]))],
+    [((2, 2), F32, F16), ((2, 4), F16, F32), *nightly(*product([(2, 2), (2, 4), (1, 3)], STATE_DTYPES, [F32, F16]))],
 )
 def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
     """Rows that continue and rows that begin, prompts of 2 to 9 rows, padding."""
@@ -105,7 +108,7 @@ def test_decode_kernels_equal_twin(heads, state_dtype, dtype, device):
     actual = layer.run(delta_rule_decode.kernel, inputs, cells, lens)
     assert_close(actual[1:2], expected[1:2], 0)
     # The twin rounds a state after every row, the kernel after a sequence's last one.
-    rounding = 2e-5 if state_dtype == torch.float32 else 6e-2
+    rounding = ROUNDING[state_dtype]
     assert_close(actual[:1], expected[:1], max(TOLERANCE[dtype] / 8, rounding))
     assert_close(actual[2:], expected[2:], rounding)
 
@@ -124,9 +127,9 @@ def test_decode_kernels_of_other_sizes_equal_twin(dim, device):
 @pytest.mark.parametrize(
     ("function", "state_dtype"),
     [
-        *product([delta_rule_decode.twin], [F32, BF16]),
-        (delta_rule_decode.kernel, BF16),
-        *nightly((delta_rule_decode.kernel, F32)),
+        *product([delta_rule_decode.twin], STATE_DTYPES),
+        (delta_rule_decode.kernel, F16),
+        *nightly(*product([delta_rule_decode.kernel], [F32, BF16])),
     ],
 )
 def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
@@ -142,8 +145,8 @@ def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
     inputs = layer.inputs(len(cells))
     out, tails, states = layer.run(function, inputs, cells, context_lens, is_proposed=is_proposed)
     assert not out[-2:].any()
-    # A compiled loop may fuse other operations than its first pass, and what is rounded to bfloat16 may then differ.
-    tolerance = 1e-5 if state_dtype == torch.float32 else 2e-2
+    # A compiled loop may fuse other operations than its first pass, and what is rounded to 16 bits may then differ.
+    tolerance = {F32: 1e-5, F16: 3e-3, BF16: 2e-2}[state_dtype]
     if function is delta_rule_decode.kernel and device == "cpu":
         tolerance = 0
     for i in range(max(map(len, groups))):
@@ -160,7 +163,7 @@ def test_proposed_tokens_equal_steps_of_one(function, state_dtype, device):
 
 @pytest.mark.parametrize(
     ("heads", "state_dtype", "dtype"),
-    [((1, 3), BF16, F16), *nightly(*product([(2, 2), (1, 3)], [F32, BF16], [F32, F16]))],
+    [((1, 3), F16, F16), *nightly(*product([(2, 2), (1, 3)], STATE_DTYPES, [F32, F16]))],
 )
 def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
     layer = Layer(*heads, 16, device, dtype, state_dtype=state_dtype, seed=heads[1])
@@ -173,7 +176,7 @@ def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
     assert_close(actual[1:2], expected[1:2], 0)
     tolerance = TOLERANCE[dtype]
     assert_close(actual[:1], expected[:1], tolerance)
-    assert_close(actual[2:], expected[2:], tolerance if state_dtype == torch.float32 else max(tolerance, 1e-2))
+    assert_close(actual[2:], expected[2:], max(tolerance, ROUNDING[state_dtype] / 6))
 
 
 @pytest.mark.parametrize("seed", [0, *nightly(1, 2, 3)])
@@ -277,7 +280,7 @@ def test_published_sizes(num_value_heads, dtype):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("state_dtype", STATE_DTYPES)
 def test_states_after_4000_tokens(state_dtype):
     """Of a prefill, and of a prefill that decodes half of them, against the twin in float32."""
     layer = Layer(16, 32, 128, "cuda", torch.bfloat16, state_dtype=state_dtype)
@@ -293,4 +296,4 @@ def test_states_after_4000_tokens(state_dtype):
         layer.keep(layer.run(delta_rule_decode, [x[i : i + 1] for x in inputs], [0], [i + 1]))
     for states in (actual, layer.states):
         error = (states[0].float() - expected[0]).norm() / expected[0].norm()
-        assert error < (0.01 if state_dtype == torch.float32 else 0.03)
+        assert error < (0.03 if state_dtype == BF16 else 0.01)

@@ -19,7 +19,8 @@ The functions share these arguments:
 - norm_weight: `[value_dim]`; eps: added to the mean square of a head.
 - tails: `[num_cells, taps - 1, conv_dim]` in qkv's dtype, contiguous: the last inputs of a sequence's convolution, the
   oldest first.
-- states: `[num_cells, num_value_heads, key_dim, value_dim]`, contiguous, float32 or bfloat16.
+- states: `[num_cells, num_value_heads, key_dim, value_dim]`, contiguous, float32, float16 or
+  bfloat16.
 """
 
 from typing import NamedTuple
