@@ -18,6 +18,7 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_attention.chunks import CHUNK, count_chunks, find_chunk
+from nanovllm.kernels.linear_attention.state_order import load_matrix, store_matrix
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.kernels.triton_stub import tl, triton
 
@@ -166,9 +167,8 @@ def _scan_chunks_kernel(
     row = tl.arange(0, CHUNK)
     dims = tl.arange(0, DIM)
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    in_state = head * (DIM * DIM) + dims[:, None] * DIM + columns[None, :]
-    state_at = states + read * (NUM_HEADS * DIM * DIM) + in_state
-    state = tl.load(state_at, mask=columns[None, :] < tl.where(read >= 0, DIM, 0), other=0.0).to(tl.float32)
+    in_state = head * (DIM * DIM) + block * (DIM * COLUMNS)
+    state = load_matrix(states + read * (NUM_HEADS * DIM * DIM) + in_state, read >= 0, DIM, COLUMNS)
     q_column = head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims[None, :]
     v_column = (2 * NUM_KEY_HEADS + head) * DIM + columns[None, :]
     dtype: tl.constexpr = mixed.dtype.element_ty
@@ -203,7 +203,7 @@ def _scan_chunks_kernel(
             tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
         cell = tl.where(part == 0, snapshot, write)
         if cell >= 0:
-            tl.store(states + cell * (NUM_HEADS * DIM * DIM) + in_state, state.to(states.dtype.element_ty))
+            store_matrix(states + cell * (NUM_HEADS * DIM * DIM) + in_state, state, DIM, COLUMNS)
 
 
 def scan_chunks(
