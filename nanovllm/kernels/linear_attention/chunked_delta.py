@@ -24,6 +24,7 @@ from nanovllm.kernels.triton_stub import tl, triton
 
 # For float32 alone: three products on tensor cores are nearly exact, and cost a tenth of the registers of "ieee".
 _PRECISION = tl.constexpr("tf32x3")
+_PREPARE_REGISTERS = 168  # of a thread: room for three programs on a multiprocessor, which wait for most of their time
 
 
 class ScanConfig(NamedTuple):
@@ -58,12 +59,13 @@ def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
     X = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2) & (row > column), A, 0.0)
+    A = A.to(dtype)
     LEVELS: tl.constexpr = 5
     tl.static_assert(CHUNK == 2 ** (LEVELS + 1))
     for level in tl.static_range(1, LEVELS + 1):
         size = 2**level
         is_between = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
-        between = tl.where(is_between, A, 0.0).to(dtype)
+        between = tl.where(is_between, A, tl.zeros_like(A))
         rounded = X.to(dtype)
         product = tl.dot(between, rounded, input_precision=_PRECISION)
         X -= tl.dot(rounded, product.to(dtype), input_precision=_PRECISION)
@@ -103,16 +105,16 @@ def _prepare_chunks_kernel(
     is_seen = row[:, None] >= row[None, :]
     # A positive exponent belongs to a later token, and may overflow.
     decay = tl.exp(tl.where(is_seen, log_decay[:, None] - log_decay[None, :], float("-inf")))
+    # The scores first, so that nothing of them has registers while the inverse is computed.
+    in_order = chunk.to(tl.int64) * NUM_HEADS + head
+    tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
+    tl.store(log_decays + in_order * CHUNK + row, log_decay)
+    score = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * decay * scale
+    tl.store(scores + tile, score.to(scores.dtype.element_ty))
     system = tl.dot(k, tl.trans(k), input_precision=_PRECISION) * decay * beta[:, None]
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
     inverse = _inverse(system, CHUNK, INVERSE_DTYPE) * beta[None, :]
-    score = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * decay * scale
-
-    in_order = chunk.to(tl.int64) * NUM_HEADS + head
-    tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
     tl.store(inverses + tile, inverse.to(inverses.dtype.element_ty))
-    tl.store(scores + tile, score.to(scores.dtype.element_ty))
-    tl.store(log_decays + in_order * CHUNK + row, log_decay)
 
 
 @triton.jit
@@ -241,6 +243,7 @@ def scan_chunks(
     launcher(_prepare_chunks_kernel, (num_heads, num_chunks))(
         inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b.stride(0), a.stride(0),
         scale, **sizes, INVERSE_DTYPE=inverse_dtype, num_warps=4,
+        maxnreg=None if mixed.dtype == torch.float32 else _PREPARE_REGISTERS,
     )  # fmt: skip
     config = choose_scan(dim, mixed.element_size(), mixed.device)
     blocks = dim // config.columns
