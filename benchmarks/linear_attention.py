@@ -1,4 +1,4 @@
-"""How fast are the kernels of the gated delta rule, and which launch constants are best?
+"""How fast are the kernels of the gated delta rule, and which launch constants of a prefill are best?
 
     python benchmarks/linear_attention.py --json out.json
     python benchmarks/linear_attention.py --value-heads 16 48 --sweep
@@ -27,10 +27,10 @@ from graph_timing import time_graph
 from required_gpus import require_gpus
 from torch import Tensor
 
-from nanovllm.kernels.linear_attention import chunked_delta, gated_delta
+from nanovllm.kernels.linear_attention import chunked_delta
 from nanovllm.kernels.linear_attention.chunked_delta import ScanConfig
 from nanovllm.kernels.linear_attention.chunks import CHUNK
-from nanovllm.kernels.linear_attention.gated_delta import DecodeConfig, delta_rule_decode, delta_rule_prefill
+from nanovllm.kernels.linear_attention.gated_delta import delta_rule_decode, delta_rule_prefill
 
 KEY_HEADS, DIM, TAPS, EPS = 16, 128, 4, 1e-6
 BATCHES = (1, 16, 64, 256, 512)
@@ -38,7 +38,6 @@ PROPOSALS = ((1, 3), (1, 7), (16, 3), (64, 3))  # sequences, proposed tokens of 
 PREFILLS = ((500, 32), (128, 128), (16, 1024), (1, 16384))  # sequences, tokens of each
 MIN_STATE_BYTES = 512 * 2**20  # of the layers that take turns, so that no state is in the L2 cache from the call before
 MAX_LAYERS = 48
-DECODE_SWEEP = [DecodeConfig(*each) for each in ((4, 8, 128), (8, 8, 128), (16, 8, 128), (8, 16, 64), (32, 4, 255))]
 SCAN_SWEEP = [ScanConfig(*each) for each in product((16, 32, 64, 128), (4, 8), (1, 2, 3))]
 
 
@@ -178,12 +177,6 @@ def with_fla(name: str, run: Callable[[Callable], None], num_calls: int) -> floa
 
 def sweep(value_heads: int) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
-    for config in DECODE_SWEEP:
-        with patch.object(gated_delta, "choose_decode", lambda *_, config=config: config):
-            times = {
-                f"decode {batch}": attempt(time_decode, batch, value_heads, torch.float32) for batch in (1, 16, 256)
-            }
-        rows.append({"decode": config._asdict(), **times})
     for scan in SCAN_SWEEP:
         with patch.object(chunked_delta, "choose_scan", lambda *_, scan=scan: scan):
             times = {f"prefill {n} x {length}": attempt(time_scan, n, length, value_heads) for n, length in PREFILLS}
@@ -226,7 +219,8 @@ def main() -> None:
             rows = {}
             for batch in BATCHES:
                 rows[f"decode {batch}"] = time_decode(batch, value_heads, torch.float32)
-                rows[f"decode {batch}, states in bfloat16"] = time_decode(batch, value_heads, torch.bfloat16)
+                for name in ("float16", "bfloat16"):
+                    rows[f"decode {batch}, states in {name}"] = time_decode(batch, value_heads, getattr(torch, name))
                 rows[f"decode {batch}, fla"] = time_fla_decode(batch, value_heads)
             for batch, num_proposed in PROPOSALS:
                 name = f"decode {batch}, with {num_proposed} proposed tokens each"

@@ -107,11 +107,12 @@ def main() -> None:
     parser.add_argument("--tensor-parallel-size", type=int, default=1, help="rank 0 is what the profile shows")
     parser.add_argument("--quantization", choices=list(QUANTIZATIONS))
     parser.add_argument("--kv-cache-dtype", default="auto", choices=["auto", "fp8"])
+    parser.add_argument("--state-dtype", default="float32", choices=["float32", "float16", "bfloat16"])
     parser.add_argument("--json")
     args = parser.parse_args()
     require_gpus(parser)
     results = []
-    names = ("attention_backend", "tensor_parallel_size", "quantization", "kv_cache_dtype")
+    names = ("attention_backend", "tensor_parallel_size", "quantization", "kv_cache_dtype", "state_dtype")
     options = {name: getattr(args, name) for name in names}
     with LLM(args.model, load_format="dummy", skip_tokenizer_init=True, seed=0, **options) as llm:
         jobs = [(profile_shape, shape) for shape in args.shapes] + [(profile_prefill, s) for s in args.prefill]

@@ -403,7 +403,7 @@ def engines(models: list[str], capability: int) -> Iterator[tuple[str, dict[str,
         num_experts, global_head_dim = getattr(config, "num_experts", 0) or 0, getattr(config, "global_head_dim", None)
         if has_linear_attention(config) and "states" not in kinds:
             kinds.add("states")
-            yield model, {"state_dtype": "bfloat16"}
+            yield from ((model, {"state_dtype": dtype}) for dtype in ("float16", "bfloat16"))
         kind = global_head_dim or get_head_dim(config), num_experts > 0
         if kind not in kinds or not has_fewer:
             yield model, {}

@@ -161,7 +161,7 @@ OF_CONFIG = {
         kept=[("auto", torch.float32), *((each, torch.float8_e4m3fn) for each in ("fp8", torch.float8_e4m3fn))],
     ),
     "logprobs_mode": choice("raw_logprobs", "processed_logprobs"),
-    "state_dtype": choice("float32", "bfloat16")._replace(
+    "state_dtype": choice("float32", "float16", "bfloat16")._replace(
         right=[], kept=[("float32", torch.float32), (torch.float32, torch.float32)]
     ),
     "kv_cache_scales": choice("auto", "checkpoint", "calibrated", "one", beside={"kv_cache_dtype": "fp8"}),

@@ -59,7 +59,7 @@ CASES: dict[tuple[str, str], dict] = {
     ("qwen3 in fp8", "bfloat16"): {"quantization": "fp8"},
     ("qwen3_moe in mxfp4", "bfloat16"): {"quantization": "mxfp4"},
     ("qwen3_next", "float32"): {},
-    ("qwen3_5", "bfloat16"): {"state_dtype": "bfloat16"},
+    ("qwen3_5", "bfloat16"): {"state_dtype": "float16"},
 }
 # What an engine may do with a request, beside computing it whole and alone.
 ENGINES: dict[str, dict] = {

@@ -160,23 +160,24 @@ def test_weights_that_are_updated(dense, tmp_path):
         assert complete(llm, prompts, greedy(8)) == reference.greedy(prompts, 8)
 
 
-def test_states_in_bfloat16(dense):
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_states_in_16_bits(dense, dtype):
     """Completions stay within their rounding of the best one, and a cell takes half the bytes, also of a snapshot."""
     path, reference = dense
     prompts = [random_prompt(n, seed=n) for n in (1, 40, 2 * CHUNK + 9)]
     with make_llm(path) as llm:
         whole = llm.model_runner.stores[1].bytes_per_cell
-    with make_llm(path, state_dtype="bfloat16", max_num_batched_tokens=100) as llm:
+    with make_llm(path, state_dtype=dtype, max_num_batched_tokens=100) as llm:
         (_, states) = llm.model_runner.stores
-        assert {layer.states.dtype for layer in states.layers} == {torch.bfloat16}
+        assert {layer.states.dtype for layer in states.layers} == {dtype}
         tails = sum(layer.tails[0].nbytes for layer in states.layers)
         assert states.bytes_per_cell - tails == (whole - tails) / 2
         for num_hits in (0, 2 * CHUNK):
             outputs = generate(llm, prompts, greedy(60))
             assert outputs[-1]["num_cached_tokens"] == num_hits
             regrets = [reference.regret(p, each["token_ids"]) for p, each in zip(prompts, outputs, strict=True)]
-            # A step rounds a state to 8 bits. The errors of n steps are independent, and add up to sqrt(n) of one.
-            assert max(regrets) < 4 * 2**-9 * (2 * CHUNK + 69) ** 0.5
+            # A step rounds a state. The errors of n steps are independent, and add up to sqrt(n) of one.
+            assert max(regrets) < torch.finfo(dtype).eps * (2 * CHUNK + 69) ** 0.5
         assert_idle(llm)
 
 

@@ -16,7 +16,8 @@ from nanovllm.kernels.triton_stub import tl, triton
 TAPS = 4  # of the kernels, as all published models have
 L2_EPS = 1e-6  # that of the published models, which their configurations do not name
 _L2_EPS = tl.constexpr(L2_EPS)
-_ROW_TILE = 512  # channels of a program
+_ROW_TILE = 512  # channels of a program of a decode step
+_CHUNK_TILE = 1024  # of a prefill
 
 
 def convolve_torch(windows: Tensor, weight: Tensor, key_dim: int, num_key_heads: int) -> Tensor:
@@ -142,31 +143,70 @@ def _convolve_rows_kernel(
             _store_tail(tails, cell, x0, x1, x2, channel, inside, CONV_DIM)
 
 
+@triton.jit
+def _load_row(qkv, token, row, length, channel, qkv_stride, CONV_DIM: tl.constexpr):
+    """The inputs of a sequence's row, zeros past its end."""
+    at = qkv + (token + row).to(tl.int64) * qkv_stride + channel
+    return tl.load(at, mask=channel < tl.where(row < length, CONV_DIM, 0), other=0.0)
+
+
+@triton.jit
+def _store_row(
+    mixed, x0, x1, x2, x3, w0, w1, w2, w3, is_normed, token, row, length, channel, CONV_DIM: tl.constexpr
+):  # fmt: skip
+    """q, k and v of a row, from its inputs and those of the three rows before."""
+    value = x0.to(tl.float32) * w0 + x1.to(tl.float32) * w1 + x2.to(tl.float32) * w2 + x3.to(tl.float32) * w3
+    value = silu_and_norm(value, is_normed).to(mixed.dtype.element_ty)
+    at = mixed + (token + row).to(tl.int64) * CONV_DIM + channel
+    tl.store(at, value, mask=channel < tl.where(row < length, CONV_DIM, 0))
+
+
 @triton.jit(do_not_specialize=["num_seqs"], do_not_specialize_on_alignment=["cu_seqlens", "reads"])
 def _convolve_sequences_kernel(
     mixed, qkv, weight, tails, cu_seqlens, reads, num_seqs, qkv_stride,
-    NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
+    NUM_NORMED: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Each program computes one head of a chunk. It leaves the tails as they are, since others read them."""
+    """Each program computes some heads of a chunk, four rows at a time, and loads the next four meanwhile. So each
+    input is loaded once. It leaves the tails as they are, since others read them."""
     CONV_DIM: tl.constexpr = NUM_HEADS * DIM
-    head = tl.program_id(0)
-    seq, start, length, first = find_chunk(cu_seqlens, tl.program_id(1), num_seqs)
+    seq, token, length, first = find_chunk(cu_seqlens, tl.program_id(1), num_seqs)
     if first >= length:
         return
-    row = first + tl.arange(0, CHUNK)[:, None]
+    head = (tl.program_id(0) * HEADS + tl.arange(0, HEADS))[:, None]
     channel = head * DIM + tl.arange(0, DIM)[None, :]
-    token = (start + row).to(tl.int64)
-    cell = tl.load(reads + seq).to(tl.int64)
-    inside = (row < length) & (channel < CONV_DIM)
-    value = load_float(qkv + token * qkv_stride + channel, inside) * load_float(weight + channel * 4 + 3, channel >= 0)
-    for back in tl.static_range(1, 4):
-        x = load_float(qkv + (token - back) * qkv_stride + channel, inside & (row >= back))
-        if first == 0:
-            in_tail = (cell * 3 + 3 + row - back) * CONV_DIM + channel
-            x += load_float(tails + in_tail, inside & (row < tl.where(cell >= 0, back, 0)))
-        value += x * load_float(weight + channel * 4 + 3 - back, channel >= 0)
-    value = silu_and_norm(value, head < NUM_NORMED)
-    tl.store(mixed + token * CONV_DIM + channel, value.to(mixed.dtype.element_ty), mask=inside)
+    inside = channel < CONV_DIM
+    is_normed = head < NUM_NORMED
+    length = tl.minimum(length, first + CHUNK)
+    x3 = _load_row(qkv, token, first, length, channel, qkv_stride, CONV_DIM)
+    x4 = _load_row(qkv, token, first + 1, length, channel, qkv_stride, CONV_DIM)
+    x5 = _load_row(qkv, token, first + 2, length, channel, qkv_stride, CONV_DIM)
+    x6 = _load_row(qkv, token, first + 3, length, channel, qkv_stride, CONV_DIM)
+    if first > 0:
+        x0 = _load_row(qkv, token, first - 3, length, channel, qkv_stride, CONV_DIM)
+        x1 = _load_row(qkv, token, first - 2, length, channel, qkv_stride, CONV_DIM)
+        x2 = _load_row(qkv, token, first - 1, length, channel, qkv_stride, CONV_DIM)
+    else:
+        cell = tl.load(reads + seq).to(tl.int64)
+        tail = tails + cell * (3 * CONV_DIM) + channel
+        in_tail = channel < tl.where(cell >= 0, CONV_DIM, 0)
+        x0 = tl.load(tail, mask=in_tail, other=0.0)
+        x1 = tl.load(tail + CONV_DIM, mask=in_tail, other=0.0)
+        x2 = tl.load(tail + 2 * CONV_DIM, mask=in_tail, other=0.0)
+    w0 = load_float(weight + channel * 4, inside)
+    w1 = load_float(weight + channel * 4 + 1, inside)
+    w2 = load_float(weight + channel * 4 + 2, inside)
+    w3 = load_float(weight + channel * 4 + 3, inside)
+    for row in range(first, length, 4):
+        y3 = _load_row(qkv, token, row + 4, length, channel, qkv_stride, CONV_DIM)
+        y4 = _load_row(qkv, token, row + 5, length, channel, qkv_stride, CONV_DIM)
+        y5 = _load_row(qkv, token, row + 6, length, channel, qkv_stride, CONV_DIM)
+        y6 = _load_row(qkv, token, row + 7, length, channel, qkv_stride, CONV_DIM)
+        _store_row(mixed, x0, x1, x2, x3, w0, w1, w2, w3, is_normed, token, row, length, channel, CONV_DIM)
+        _store_row(mixed, x1, x2, x3, x4, w0, w1, w2, w3, is_normed, token, row + 1, length, channel, CONV_DIM)
+        _store_row(mixed, x2, x3, x4, x5, w0, w1, w2, w3, is_normed, token, row + 2, length, channel, CONV_DIM)
+        _store_row(mixed, x3, x4, x5, x6, w0, w1, w2, w3, is_normed, token, row + 3, length, channel, CONV_DIM)
+        x0, x1, x2 = x4, x5, x6
+        x3, x4, x5, x6 = y3, y4, y5, y6
 
 
 def convolve_rows_triton(
@@ -200,8 +240,9 @@ def convolve_sequences_triton(
     num_tokens, conv_dim = qkv.shape
     num_seqs, num_heads = len(reads), conv_dim // dim
     mixed = torch.empty(num_tokens, conv_dim, dtype=qkv.dtype, device=qkv.device)
-    launcher(_convolve_sequences_kernel, (num_heads, count_chunks(num_tokens, num_seqs)))(
+    heads = max(1, _CHUNK_TILE // dim)
+    launcher(_convolve_sequences_kernel, (triton.cdiv(num_heads, heads), count_chunks(num_tokens, num_seqs)))(
         mixed, qkv, weight, tails, cu_seqlens, reads, num_seqs, qkv.stride(0),
-        NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, CHUNK=CHUNK, num_warps=8,
+        NUM_NORMED=2 * num_key_heads, NUM_HEADS=num_heads, DIM=dim, HEADS=heads, CHUNK=CHUNK, num_warps=4,
     )  # fmt: skip
     return mixed

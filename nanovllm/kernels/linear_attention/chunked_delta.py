@@ -18,11 +18,13 @@ from torch import Tensor
 
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_attention.chunks import CHUNK, count_chunks, find_chunk
+from nanovllm.kernels.linear_attention.state_order import load_matrix, store_matrix
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.kernels.triton_stub import tl, triton
 
 # For float32 alone: three products on tensor cores are nearly exact, and cost a tenth of the registers of "ieee".
 _PRECISION = tl.constexpr("tf32x3")
+_PREPARE_REGISTERS = 168  # of a thread: room for three programs on a multiprocessor, which wait for most of their time
 
 
 class ScanConfig(NamedTuple):
@@ -57,12 +59,13 @@ def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
     X = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2) & (row > column), A, 0.0)
+    A = A.to(dtype)
     LEVELS: tl.constexpr = 5
     tl.static_assert(CHUNK == 2 ** (LEVELS + 1))
     for level in tl.static_range(1, LEVELS + 1):
         size = 2**level
         is_between = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
-        between = tl.where(is_between, A, 0.0).to(dtype)
+        between = tl.where(is_between, A, tl.zeros_like(A))
         rounded = X.to(dtype)
         product = tl.dot(between, rounded, input_precision=_PRECISION)
         X -= tl.dot(rounded, product.to(dtype), input_precision=_PRECISION)
@@ -102,16 +105,16 @@ def _prepare_chunks_kernel(
     is_seen = row[:, None] >= row[None, :]
     # A positive exponent belongs to a later token, and may overflow.
     decay = tl.exp(tl.where(is_seen, log_decay[:, None] - log_decay[None, :], float("-inf")))
+    # The scores first, so that nothing of them has registers while the inverse is computed.
+    in_order = chunk.to(tl.int64) * NUM_HEADS + head
+    tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
+    tl.store(log_decays + in_order * CHUNK + row, log_decay)
+    score = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * decay * scale
+    tl.store(scores + tile, score.to(scores.dtype.element_ty))
     system = tl.dot(k, tl.trans(k), input_precision=_PRECISION) * decay * beta[:, None]
     system = tl.where(row[:, None] > row[None, :], system, 0.0)
     inverse = _inverse(system, CHUNK, INVERSE_DTYPE) * beta[None, :]
-    score = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * decay * scale
-
-    in_order = chunk.to(tl.int64) * NUM_HEADS + head
-    tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
     tl.store(inverses + tile, inverse.to(inverses.dtype.element_ty))
-    tl.store(scores + tile, score.to(scores.dtype.element_ty))
-    tl.store(log_decays + in_order * CHUNK + row, log_decay)
 
 
 @triton.jit
@@ -166,9 +169,8 @@ def _scan_chunks_kernel(
     row = tl.arange(0, CHUNK)
     dims = tl.arange(0, DIM)
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
-    in_state = head * (DIM * DIM) + dims[:, None] * DIM + columns[None, :]
-    state_at = states + read * (NUM_HEADS * DIM * DIM) + in_state
-    state = tl.load(state_at, mask=columns[None, :] < tl.where(read >= 0, DIM, 0), other=0.0).to(tl.float32)
+    in_state = head * (DIM * DIM) + block * (DIM * COLUMNS)
+    state = load_matrix(states + read * (NUM_HEADS * DIM * DIM) + in_state, read >= 0, DIM, COLUMNS)
     q_column = head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims[None, :]
     v_column = (2 * NUM_KEY_HEADS + head) * DIM + columns[None, :]
     dtype: tl.constexpr = mixed.dtype.element_ty
@@ -203,7 +205,7 @@ def _scan_chunks_kernel(
             tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
         cell = tl.where(part == 0, snapshot, write)
         if cell >= 0:
-            tl.store(states + cell * (NUM_HEADS * DIM * DIM) + in_state, state.to(states.dtype.element_ty))
+            store_matrix(states + cell * (NUM_HEADS * DIM * DIM) + in_state, state, DIM, COLUMNS)
 
 
 def scan_chunks(
@@ -241,6 +243,7 @@ def scan_chunks(
     launcher(_prepare_chunks_kernel, (num_heads, num_chunks))(
         inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b.stride(0), a.stride(0),
         scale, **sizes, INVERSE_DTYPE=inverse_dtype, num_warps=4,
+        maxnreg=None if mixed.dtype == torch.float32 else _PREPARE_REGISTERS,
     )  # fmt: skip
     config = choose_scan(dim, mixed.element_size(), mixed.device)
     blocks = dim // config.columns

@@ -15,13 +15,20 @@ from nanovllm.kernels import kernel_of, kernel_or_twin
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_attention.causal_conv import L2_EPS, load_float, silu_and_norm
 from nanovllm.kernels.linear_attention.gated_delta import (
+    MAX_REGISTERS,
     check_arguments,
     check_kernel,
-    choose_decode,
+    gated_norm,
     next_token,
     ranks_of_rows,
     split_heads,
-    state_at,
+)
+from nanovllm.kernels.linear_attention.state_order import (
+    STRIP,
+    by_dims,
+    in_memory_order,
+    load_state,
+    store_state,
 )
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.triton_stub import tl, triton
@@ -66,9 +73,10 @@ def fixed_order_decode(
         tail = torch.where((position >= back)[:, :, None], tails[read], 0)
         windows = torch.cat((tail, qkv[rows, None]), dim=1)
         tails[write] = windows[:, 1:]
-        state = torch.where((position > 0)[:, :, None, None], states[read], 0)
+        state = torch.where((position > 0)[:, :, None, None], by_dims(states[read]), 0)
         heads = split_heads(_convolve(windows, conv_weight, states.shape, num_key_heads), states.shape, num_key_heads)
-        states[write], of_rows = _next(state, *heads, *(each[rows] for each in gates))
+        after, of_rows = _next(state, *heads, *(each[rows] for each in gates))
+        states[write] = in_memory_order(after)
         out[rows] = of_rows.to(out.dtype)
     return _gated_norm(out, z, norm_weight, eps)
 
@@ -109,7 +117,7 @@ def fixed_order_prefill(
         for tap in range(num_taps):
             of_convolution[start:end, tap] = inputs[i][tap : tap + end - start]
         if read >= 0:
-            state[i] = states[read]
+            state[i] = by_dims(states[read])
     mixed = _convolve(of_convolution, conv_weight, states.shape, num_key_heads)
     heads = split_heads(mixed, states.shape, num_key_heads)
     for position in range(int(lens.max()) if len(lens) else 0):
@@ -118,11 +126,12 @@ def fixed_order_prefill(
         state[going_on], of_rows = _next(state[going_on], *(each[rows] for each in (*heads, *gates)))
         out[rows] = of_rows.to(out.dtype)
         for i in torch.nonzero((snapshots >= 0) & (snapshot_lens == position + 1)).squeeze(1).tolist():
-            states[snapshots[i]] = state[i]
+            states[snapshots[i]] = in_memory_order(state[i])
             tails[snapshots[i]] = inputs[i][position + 1 : position + num_taps]
     for i, write in enumerate(writes.tolist()):
         if write >= 0:
-            tails[write], states[write] = inputs[i][len(inputs[i]) - num_taps + 1 :], state[i]
+            tails[write] = inputs[i][len(inputs[i]) - num_taps + 1 :]
+            states[write] = in_memory_order(state[i])
     return _gated_norm(out, z, norm_weight, eps)
 
 
@@ -229,12 +238,12 @@ def _fixed_order_convolution_kernel(
 
 @triton.jit
 def _keep(
-    state, x0, x1, x2, states, tails, cell, head, in_rows, channel, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
-    INNER: tl.constexpr, CONV_DIM: tl.constexpr,
+    state, x0, x1, x2, states, tails, cell, head, channel, NUM_HEADS: tl.constexpr, DIM: tl.constexpr,
+    CONV_DIM: tl.constexpr,
 ):  # fmt: skip
     """Write a head's state, and some channels of the tail, to a cell."""
     cell = cell.to(tl.int64)
-    tl.store(state_at(states, cell * NUM_HEADS + head, in_rows, DIM, INNER), state)
+    store_state(states + (cell * NUM_HEADS + head) * (DIM * DIM), state, DIM, DIM)
     tail = tails + cell * (3 * CONV_DIM) + channel
     tl.store(tail, x0, mask=channel < CONV_DIM)
     tl.store(tail + CONV_DIM, x1, mask=channel < CONV_DIM)
@@ -254,12 +263,11 @@ def _fixed_order_rule_kernel(
     out, mixed, qkv, z, b, a, A_log, dt_bias, norm_weight, tails, states, cells, context_lens, is_proposed,
     cu_seqlens, reads, writes, snapshots, snapshot_lens, num_rows, num_flags, is_prefill,
     qkv_stride, z_stride, b_stride, a_stride, scale, eps,
-    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, STRIP: tl.constexpr,
     CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """A program computes one head of a sequence, all its rows. It also keeps CHANNELS channels of the tails."""
     CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
-    INNER: tl.constexpr = min(DIM, 32 * 128 // states.dtype.element_ty.primitive_bitwidth // SIDE)
     head = tl.program_id(0)
     row = tl.program_id(1)
     dims = tl.arange(0, DIM)
@@ -286,12 +294,9 @@ def _fixed_order_rule_kernel(
                 count += 1
     if count > 0:
         has_begun = (read >= 0) & (known > 0)
-        sides = tl.arange(0, DIM // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]  # [SIDES, SIDE]
-        inner = tl.arange(0, INNER)[None, None, :, None]
-        in_rows = inner * DIM + sides[None, :, None, :]
+        columns = tl.arange(0, DIM // STRIP)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
         cell = read.to(tl.int64)
-        is_there = inner < tl.where(has_begun, INNER, 0)
-        state = load_float(state_at(states, cell * NUM_HEADS + head, in_rows, DIM, INNER), is_there)
+        state = load_state(states + (cell * NUM_HEADS + head) * (DIM * DIM), has_begun, DIM, DIM)
         channel = head * CHANNELS + tl.arange(0, CHANNELS)
         tail = tails + cell * (3 * CONV_DIM) + channel
         x0 = tl.load(tail, mask=channel < tl.where(has_begun & (known >= 3), CONV_DIM, 0), other=0.0)
@@ -299,20 +304,20 @@ def _fixed_order_rule_kernel(
         x2 = tl.load(tail + 2 * CONV_DIM, mask=channel < tl.where(has_begun, CONV_DIM, 0), other=0.0)
         rate = tl.exp(tl.load(A_log + head).to(tl.float32))
         bias = tl.load(dt_bias + head).to(tl.float32)
-        weight = tl.load(norm_weight + sides).to(tl.float32)
+        weight = tl.load(norm_weight + columns).to(tl.float32)
         q_column = head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims
-        v_column = (2 * NUM_KEY_HEADS + head) * DIM + sides
+        v_column = (2 * NUM_KEY_HEADS + head) * DIM + columns
         for i in range(0, count):
             token = (row + i).to(tl.int64)
             q_at = mixed + token * CONV_DIM + q_column
             state, value = next_token(
                 state, q_at, q_at + NUM_KEY_HEADS * DIM, mixed + token * CONV_DIM + v_column,
-                z + token * z_stride + head * DIM + sides, b + token * b_stride + head, a + token * a_stride + head,
-                rate, bias, weight, scale, eps, out.dtype.element_ty, DIM, INNER,
+                a + token * a_stride + head, b + token * b_stride + head, rate, bias, scale, DIM,
             )  # fmt: skip
-            tl.store(out + (token * NUM_HEADS + head) * DIM + sides, value.to(out.dtype.element_ty))
-            kept = state.to(states.dtype.element_ty)
-            state = kept.to(tl.float32)
+            z_at = z + token * z_stride + head * DIM + columns
+            value = gated_norm(value, z_at, weight, eps, out.dtype.element_ty, DIM)
+            tl.store(out + (token * NUM_HEADS + head) * DIM + columns, value)
+            state = state.to(states.dtype.element_ty).to(tl.float32)
             x0 = x1
             x1 = x2
             x2 = tl.load(qkv + token * qkv_stride + channel, mask=channel < CONV_DIM, other=0.0)
@@ -324,11 +329,9 @@ def _fixed_order_rule_kernel(
                 mine = tl.load(cells + row + i)
                 target = tl.where(is_last | is_followed, mine, -1)
             if (i + 1 == snapshot_len) & (snapshot >= 0):
-                _keep(
-                    kept, x0, x1, x2, states, tails, snapshot, head, in_rows, channel, NUM_HEADS, DIM, INNER, CONV_DIM
-                )
+                _keep(state, x0, x1, x2, states, tails, snapshot, head, channel, NUM_HEADS, DIM, CONV_DIM)
             if target >= 0:
-                _keep(kept, x0, x1, x2, states, tails, target, head, in_rows, channel, NUM_HEADS, DIM, INNER, CONV_DIM)
+                _keep(state, x0, x1, x2, states, tails, target, head, channel, NUM_HEADS, DIM, CONV_DIM)
 
 
 @kernel_of(fixed_order_decode)
@@ -380,12 +383,11 @@ def _launch(
         NUM_NORMED=2 * num_key_heads, NUM_HEADS=conv_dim // dim, DIM=dim, HEADS=heads, SEQS=_SEQS, num_warps=4,
         **_UNFUSED,
     )  # fmt: skip
-    config = choose_decode(dim)
     launcher(_fixed_order_rule_kernel, (num_heads, num_programs))(
         out, mixed, qkv, z, b, a, A_log, dt_bias, norm_weight, tails, states, *places, num_rows, num_flags,
         int(is_prefill), qkv.stride(0), z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
-        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_heads, DIM=dim, SIDE=config.warp_columns,
+        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_heads, DIM=dim, STRIP=STRIP,
         CHANNELS=triton.next_power_of_2(triton.cdiv(conv_dim, num_heads)),
-        num_warps=config.num_warps, maxnreg=config.max_registers, **_UNFUSED,
+        num_warps=dim // STRIP, maxnreg=MAX_REGISTERS, **_UNFUSED,
     )  # fmt: skip
     return out

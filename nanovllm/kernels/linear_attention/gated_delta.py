@@ -19,10 +19,9 @@ The functions share these arguments:
 - norm_weight: `[value_dim]`; eps: added to the mean square of a head.
 - tails: `[num_cells, taps - 1, conv_dim]` in qkv's dtype, contiguous: the last inputs of a sequence's convolution, the
   oldest first.
-- states: `[num_cells, num_value_heads, key_dim, value_dim]`, contiguous, float32 or bfloat16.
+- states: `[num_cells, num_value_heads, key_dim, value_dim]`, contiguous, float32, float16 or bfloat16. The numbers of
+  each state are in the order of `state_order`.
 """
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,65 +42,56 @@ from nanovllm.kernels.linear_attention.causal_conv import (
 )
 from nanovllm.kernels.linear_attention.chunked_delta import scan_chunks, softplus
 from nanovllm.kernels.linear_attention.chunks import CHUNK
+from nanovllm.kernels.linear_attention.state_order import (
+    DIMS,
+    STRIP,
+    by_dims,
+    in_memory_order,
+    load_state,
+    store_state,
+)
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.triton_stub import tl, triton
 
 _NORM_TILE = 1024  # numbers of a program
-
-
-class DecodeConfig(NamedTuple):
-    """Launch constants."""
-
-    warp_columns: int  # value dims that lie side by side in a warp; the warps lie side by side too
-    num_warps: int
-    max_registers: int  # of a thread; with half a multiprocessor's, one program loads a state while another computes
-
-
-def choose_decode(dim: int) -> DecodeConfig:
-    return DecodeConfig(8, dim // 16, 128)
-
-
-@triton.jit
-def state_at(states, index, in_rows, DIM: tl.constexpr, INNER: tl.constexpr):
-    """[OUTER, SIDES, INNER, SIDE]. The numbers that a thread holds differ in what is added last, a constant of the
-    load. With all in one sum each load would have registers for an address of its own."""
-    outer = tl.arange(0, DIM // INNER)[:, None, None, None] * (INNER * DIM)
-    return states + index * (DIM * DIM) + in_rows + outer
+MAX_REGISTERS = 128  # of a thread: with half a multiprocessor's, a program loads a state while another computes
 
 
 @triton.jit
 def sum_keys(x):
-    """Over the key dims of [OUTER, SIDES, INNER, SIDE]."""
+    """Over the key dims of a state (`load_state`): [DIM // STRIP, STRIP]."""
     return tl.sum(tl.sum(x, axis=0), axis=1)
 
 
 @triton.jit
-def spread(x, DIM: tl.constexpr, INNER: tl.constexpr):
-    """[DIM] as [OUTER, 1, INNER, 1]. The gather changes nothing, but the compiler takes no layout through it, and would
-    take one from a load of x to the state."""
-    return tl.reshape(tl.gather(x, tl.arange(0, DIM), 0), [DIM // INNER, 1, INNER, 1])
+def spread(x, DIM: tl.constexpr):
+    """[DIM] as the key dims of a state. The gather changes nothing, but the compiler takes no layout through it, and
+    would take one from a load of x to the state."""
+    return tl.reshape(tl.gather(x, tl.arange(0, DIM), 0), [DIM // 8, 1, 8, 1])
 
 
 @triton.jit
-def next_token(
-    state, q_at, k_at, v_at, z_at, b_at, a_at, rate, bias, weight, scale, eps, dtype: tl.constexpr, DIM: tl.constexpr,
-    INNER: tl.constexpr,
-):  # fmt: skip
-    """A head's state [OUTER, SIDES, INNER, SIDE] after a token, and the token's output [SIDES, SIDE] after the norm."""
+def next_token(state, q_at, k_at, v_at, a_at, b_at, rate, bias, scale, DIM: tl.constexpr):
+    """A head's state (`load_state`) after a token, and the token's output [DIM // STRIP, STRIP] before the norm."""
     # All loads come before the first exchange between threads, which waits for its own.
-    k, q = tl.load(k_at), tl.load(q_at)
-    v, gate = tl.load(v_at), tl.load(z_at).to(tl.float32)
+    k, q, v = tl.load(k_at), tl.load(q_at), tl.load(v_at)
     decay = tl.load(a_at).to(tl.float32) + bias
     beta = tl.sigmoid(tl.load(b_at).to(tl.float32))
     decay = tl.exp(-rate * softplus(decay))
-    k, q = spread(k, DIM, INNER), spread(q, DIM, INNER)
+    k, q = spread(k, DIM), spread(q, DIM)
     state = decay * state
     delta = beta * (v - sum_keys(k * state))
     # In the order of the sums, backwards, so that no layout changes.
     state += k * tl.expand_dims(tl.expand_dims(delta, 1), 0)
-    value = (sum_keys(q * state) * scale).to(dtype).to(tl.float32)
+    return state, sum_keys(q * state) * scale
+
+
+@triton.jit
+def gated_norm(value, z_at, weight, eps, dtype: tl.constexpr, DIM: tl.constexpr):
+    """value: [DIM // STRIP, STRIP], a head's output. dtype: that of the model, to which it is rounded first."""
+    value = value.to(dtype).to(tl.float32)
     inverse_rms = tl.rsqrt(tl.sum(tl.sum(value * value, axis=1), axis=0) / DIM + eps)
-    return state, value * inverse_rms * weight * silu(gate)
+    return (value * inverse_rms * weight * silu(tl.load(z_at).to(tl.float32))).to(dtype)
 
 
 @triton.jit(
@@ -111,16 +101,12 @@ def next_token(
 def _decode_kernel(
     out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, is_proposed, num_rows, z_stride,
     b_stride, a_stride, scale, eps,
-    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, SIDE: tl.constexpr, PDL: tl.constexpr,
+    NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, STRIP: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The program of a sequence's first row computes all its rows. It reads the state before it waits, because the
     states were written in an earlier step. It writes the state after the last row, and after each row that a proposed
-    token follows.
-
-    The columns of a state need each other for the norm alone. INNER key dims of SIDE columns are what a warp loads at
-    once, 16 bytes a thread. So the warps share out the columns, and add up over key dims without each other."""
+    token follows."""
     CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
-    INNER: tl.constexpr = min(DIM, 32 * 128 // states.dtype.element_ty.primitive_bitwidth // SIDE)
     head = tl.program_id(0)
     row = tl.program_id(1)
     if PDL:
@@ -131,7 +117,7 @@ def _decode_kernel(
     context_len = tl.load(context_lens + row)
     continues = load_proposed(is_proposed, row, num_rows)
     dims = tl.arange(0, DIM)
-    sides = tl.arange(0, DIM // SIDE)[:, None] * SIDE + tl.arange(0, SIDE)[None, :]  # [SIDES, SIDE]
+    columns = tl.arange(0, DIM // STRIP)[:, None] * STRIP + tl.arange(0, STRIP)[None, :]
     out_at = out + (row.to(tl.int64) * NUM_HEADS + head) * DIM
     # No row has a length below 0. Its comparison here makes the compiler load it beside the cells, and not after them.
     if (cell < 0) | (before == cell) | (context_len < 0) | continues:
@@ -140,10 +126,8 @@ def _decode_kernel(
                 gdc_wait()
             tl.store(out_at + dims, tl.zeros([DIM], out.dtype.element_ty))
         return
-    has_begun = tl.arange(0, INNER)[None, None, :, None] < tl.where(context_len > 1, INNER, 0)
-    in_rows = tl.arange(0, INNER)[None, None, :, None] * DIM + sides[None, :, None, :]
-    write = cell * NUM_HEADS + head
-    state = load_float(state_at(states, write, in_rows, DIM, INNER), has_begun)
+    write = states + (cell * NUM_HEADS + head) * (DIM * DIM)
+    state = load_state(write, context_len > 1, DIM, DIM)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     bias = tl.load(dt_bias + head).to(tl.float32)
     count = count_rows(cells, is_proposed, row, cell, following, num_rows)
@@ -153,23 +137,24 @@ def _decode_kernel(
     row = row.to(tl.int64)
     q_at = mixed + row * CONV_DIM + head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims
     k_at = q_at + NUM_KEY_HEADS * DIM
-    v_at = mixed + row * CONV_DIM + (2 * NUM_KEY_HEADS + head) * DIM + sides
-    z_at = z + row * z_stride + head * DIM + sides
-    weight = tl.load(norm_weight + sides).to(tl.float32)
+    v_at = mixed + row * CONV_DIM + (2 * NUM_KEY_HEADS + head) * DIM + columns
+    z_at = z + row * z_stride + head * DIM + columns
+    weight = tl.load(norm_weight + columns).to(tl.float32)
     for i in range(0, count):
-        if load_proposed(is_proposed, row + i, num_rows):
-            kept = state.to(states.dtype.element_ty)
-            tl.store(state_at(states, write, in_rows, DIM, INNER), kept)
-            # A proposed token begins with what a step of its own would read.
-            state = kept.to(tl.float32)
-            write = tl.load(cells_at + i).to(tl.int64) * NUM_HEADS + head
         state, value = next_token(
-            state, q_at + i * CONV_DIM, k_at + i * CONV_DIM, v_at + i * CONV_DIM, z_at + i * z_stride,
-            b + (row + i) * b_stride + head, a + (row + i) * a_stride + head, rate, bias, weight, scale, eps,
-            out.dtype.element_ty, DIM, INNER,
+            state, q_at + i * CONV_DIM, k_at + i * CONV_DIM, v_at + i * CONV_DIM, a + (row + i) * a_stride + head,
+            b + (row + i) * b_stride + head, rate, bias, scale, DIM,
         )  # fmt: skip
-        tl.store(out_at + i * (NUM_HEADS * DIM) + sides, value.to(out.dtype.element_ty))
-    tl.store(state_at(states, write, in_rows, DIM, INNER), state.to(states.dtype.element_ty))
+        is_followed = load_proposed(is_proposed, row + i + 1, row + count)
+        if is_followed | (i + 1 == count):
+            store_state(write, state, DIM, DIM)
+            if is_followed:
+                # A proposed token begins with what a step of its own would read.
+                state = state.to(states.dtype.element_ty).to(tl.float32)
+                cell = tl.load(cells_at + i + 1).to(tl.int64)
+                write = states + (cell * NUM_HEADS + head) * (DIM * DIM)
+        value = gated_norm(value, z_at + i * z_stride, weight, eps, out.dtype.element_ty, DIM)
+        tl.store(out_at + i * (NUM_HEADS * DIM) + columns, value)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -242,11 +227,11 @@ def delta_rule_decode(
         windows = torch.cat((tail, qkv[rows, None]), dim=1)
         tails[write] = windows[:, 1:]
         q, k, v = split_heads(convolve_torch(windows, conv_weight, key_dim, num_key_heads), states.shape, num_key_heads)
-        state = torch.where((position > 0)[:, :, None, None], states[read].float(), 0)
+        state = torch.where((position > 0)[:, :, None, None], by_dims(states[read]).float(), 0)
         state = state * log_decay[rows].exp()[:, :, None, None]
         delta = (v - torch.einsum("rhk,rhkv->rhv", k, state)) * beta[rows, :, None]
         state = state + k[:, :, :, None] * delta[:, :, None, :]
-        states[write] = state.to(states.dtype)
+        states[write] = in_memory_order(state.to(states.dtype))
         out[rows] = torch.einsum("rhk,rhkv->rhv", q, state).to(out.dtype)
     return _gated_norm(out, z, norm_weight, eps)
 
@@ -297,7 +282,7 @@ def delta_rule_prefill(
     for (read, write, snapshot, snapshot_len), start, end in zip(places, bounds, bounds[1:], strict=False):
         tail, state = qkv.new_zeros(tails.shape[1:]), qkv.new_zeros(states.shape[1:], dtype=torch.float32)
         if read >= 0:
-            tail, state = tails[read], states[read].float()
+            tail, state = tails[read], by_dims(states[read]).float()
         inputs = torch.cat((tail, qkv[start:end]))
         windows = torch.stack([inputs[tap : tap + end - start] for tap in range(taps)], dim=1)
         mixed = convolve_torch(windows, conv_weight, key_dim, num_key_heads)
@@ -310,9 +295,11 @@ def delta_rule_prefill(
             chunk_out, state = _chunk_step(q, k, v, g, beta_row, state)
             out[start + first : start + last] = chunk_out.transpose(0, 1).to(out.dtype)
             if snapshot >= 0 and last == snapshot_len:
-                tails[snapshot], states[snapshot] = inputs[last : last + taps - 1], state.to(states.dtype)
+                tails[snapshot] = inputs[last : last + taps - 1]
+                states[snapshot] = in_memory_order(state.to(states.dtype))
         if write >= 0:
-            tails[write], states[write] = inputs[len(inputs) - taps + 1 :], state.to(states.dtype)
+            tails[write] = inputs[len(inputs) - taps + 1 :]
+            states[write] = in_memory_order(state.to(states.dtype))
     return _gated_norm(out, z, norm_weight, eps)
 
 
@@ -386,12 +373,11 @@ def _launch_delta_rule_decode(
     if num_rows == 0:
         return out
     mixed = convolve_rows_triton(qkv, conv_weight, tails, cells, context_lens, is_proposed, dim, num_key_heads)
-    config = choose_decode(dim)
     launcher(_decode_kernel, (num_value_heads, num_rows), has_pdl(qkv.device))(
         out, mixed, z, b, a, A_log, dt_bias, norm_weight, states, cells, context_lens, is_proposed, num_rows,
         z.stride(0), b.stride(0), a.stride(0), dim**-0.5, eps,
-        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, SIDE=config.warp_columns,
-        num_warps=config.num_warps, maxnreg=config.max_registers,
+        NUM_KEY_HEADS=num_key_heads, NUM_HEADS=num_value_heads, DIM=dim, STRIP=STRIP,
+        num_warps=dim // STRIP, maxnreg=MAX_REGISTERS,
     )  # fmt: skip
     return out
 
@@ -421,7 +407,7 @@ def _launch_delta_rule_prefill(
 def check_kernel(conv_weight: Tensor, states: Tensor) -> int:
     """The size of all heads. Raises ValueError for sizes that the kernels do not have."""
     key_dim, value_dim = states.shape[2:]
-    if conv_weight.shape[1] != TAPS or key_dim != value_dim or key_dim not in (16, 32, 64, 128):
+    if conv_weight.shape[1] != TAPS or key_dim != value_dim or key_dim not in DIMS:
         raise ValueError(
             f"on a GPU, linear attention needs a convolution of {TAPS} taps, and keys and values of one size, 16, 32, "
             f"64 or 128: here {conv_weight.shape[1]} taps, keys of {key_dim} and values of {value_dim}"

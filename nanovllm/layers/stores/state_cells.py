@@ -19,7 +19,7 @@ class StateCells(Store):
     def __init__(
         self, layers: Sequence[GatedDeltaNet], dtype: torch.dtype, device: torch.device, state_dtype: torch.dtype
     ):
-        """dtype: of the layers' inputs, as the tails are. state_dtype: float32 or bfloat16."""
+        """dtype: of the layers' inputs, as the tails are. state_dtype: float32, float16 or bfloat16."""
         self.layers, self._device = layers, device
         self._dtypes = dtype, state_dtype
         for layer in layers:
