@@ -43,6 +43,7 @@ from nanovllm.kernels import launch
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
+from nanovllm.kernels.experts.grouped import GroupedTile
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
@@ -127,6 +128,10 @@ class Launch(NamedTuple):
             tiles_of_experts = FourBitExpertTiles(*(options[name] for name in names))
             stage = tiles_of_experts.stage_bytes(2 if options["SILU"] else 1)
             return stage * held_stages(tiles_of_experts.num_stages, device)
+        if self.name == "_grouped_kernel":
+            names = ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")
+            grouped_tile = GroupedTile(*(options[name] for name in names))
+            return grouped_tile.shared_bytes(2 if options["SILU"] else 1, self.dtypes[0].itemsize)
         if self.name == "_four_bit_tile_kernel":
             names = ("ROWS", "TOKENS", "K_TILE", "SPLITS", "num_warps", "num_stages")
             tile = FourBitTileConfig(*(options[name] for name in names))

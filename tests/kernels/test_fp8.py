@@ -58,6 +58,15 @@ def test_rows_are_quantized_as_by_the_twin(num_tokens, K, dtype, in_groups, devi
 
 
 @in_groups
+@dtypes
+def test_many_short_rows_are_quantized_as_by_the_twin(dtype, in_groups, device, monkeypatch):
+    """Several by a program, the last of which has too few."""
+    monkeypatch.setattr(fp8, "_MANY_ROWS", 21)
+    x = wide_rows(21, 384, dtype, device)
+    assert_quantized(fp8.quantize.kernel(x, in_groups), quantize.twin(x, in_groups))
+
+
+@in_groups
 def test_numbers_next_to_zero_are_zeros(in_groups, device):
     """The inverse of their scale would be infinite, and infinity times a zero beside them is NaN."""
     x = torch.tensor([1e-44, 1e-40, 1e-38, 1e-36, 1e-33], device=device)[:, None].repeat(1, 128)

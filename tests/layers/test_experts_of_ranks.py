@@ -30,9 +30,11 @@ from nanovllm.layers.matmul.candidates import (
     experts_gemv,
     four_bit_experts,
     four_bit_experts_gemv,
+    grouped_experts,
 )
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
+from nanovllm.layers.matmul.candidates.grouped_experts import GroupedExperts
 from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.problem import ExpertsProblem
@@ -42,10 +44,11 @@ from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 NUM_EXPERTS, TOP_K, NUM_TOKENS = 6, 3, 4
 # The third rank of these has no work, the second none of the last token.
 RANKS = range(2), range(2, 4), range(4, 6)
-MODULES = dequantized, expert_tiles, experts_gemv, four_bit_experts, four_bit_experts_gemv
+MODULES = dequantized, expert_tiles, experts_gemv, four_bit_experts, four_bit_experts_gemv, grouped_experts
 TILES, GEMV = ((16, 16, 16, 4, 2), (16, 32, 16, 4, 2)), ((16, 64, 2), (16, 64, 2))
 IN_FP8 = (16, 32, 32, 4, 2), (16, 32, 32, 4, 2)
 TILES_4BIT, GEMV_4BIT = ((16, 32, 64, 2, 3), (16, 32, 64, 2, 3)), ((16, 1, 3), (16, 2, 3))
+GROUPED = (64, 16, 32, 4, 2), (64, 32, 32, 4, 3)
 QUACK = (128, 256, (1, 1), False), (128, 192, (2, 1), True)
 # What inputs that are rounded to fp8, or are not, change of a sum.
 ROUNDED, EXACT, FLOAT16 = 0.02, 0.08, 4 * torch.finfo(HALF).eps
@@ -64,6 +67,10 @@ CASES = {
     "tiles, mxfp4": (FourBitExperts(), (), Mxfp4(), (96, 64), FLOAT16),
     "few tokens, mxfp4": (FourBitExpertsGemv(), GEMV_4BIT, Mxfp4(), (32, 128), FLOAT16),
     "dequantized": (Dequantized(), TILES, Mxfp4(), (64, 32), FLOAT16),
+    "grouped": (GroupedExperts(), GROUPED, Unquantized(), (72, 24), FLOAT16),
+    "grouped, fp8": (GroupedExperts(), GROUPED, Fp8(), (64, 48), ROUNDED),
+    "grouped, blocks": (GroupedExperts(), GROUPED, Fp8Blocks(), (256, 128), ROUNDED),
+    "grouped, mxfp4": (GroupedExperts(), GROUPED, Mxfp4(), (96, 64), FLOAT16),
     "quack": (QuackExperts(CpuQuack(Package(), make_config)), QUACK, Unquantized(), (64, 32), FLOAT16),
 }
 # Whose code another case has.

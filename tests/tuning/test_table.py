@@ -215,6 +215,7 @@ def test_tables_of_the_package(path):
     from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
     from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
     from nanovllm.kernels.experts.four_bit_experts_gemv import FourBitExpertsConfig
+    from nanovllm.kernels.experts.grouped import GroupedTile
     from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig
     from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
     from nanovllm.kernels.matmul.gemv import GemvConfig
@@ -227,7 +228,7 @@ def test_tables_of_the_package(path):
     constant_types |= {"gemv-int4": Int4GemvConfig, "gemv-4bit": FourBitGemvConfig, "tiles-4bit": FourBitTileConfig}
     pairs_of_types = {"experts-gemv": ExpertsGemvConfig, "expert-tiles": TileConfig, "quack-experts": Tile}
     pairs_of_types |= {"experts-gemv-4bit": FourBitExpertsConfig, "expert-tiles-4bit": FourBitExpertTiles}
-    pairs_of_types |= {"dequantized": TileConfig}
+    pairs_of_types |= {"dequantized": TileConfig, "grouped-experts": GroupedTile}
     gpu = json.loads(path.read_text())["gpu"]
     assert path == package_path(gpu)
     table = package_table(gpu)

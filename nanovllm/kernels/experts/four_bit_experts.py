@@ -16,12 +16,21 @@ import torch
 from torch import Tensor
 
 from nanovllm.kernels.dependent_launch import await_previous, has_pdl
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
-from nanovllm.kernels.matmul.four_bit import UNIT, FourBit, check_four_bit, decode, scale_of
+from nanovllm.kernels.matmul.four_bit import (
+    UNIT,
+    FourBit,
+    check_four_bit,
+    decode,
+    decode_small,
+    scale_of,
+    small_scale_of,
+)
 from nanovllm.kernels.matmul.four_bit_tiles import spread
 from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
-from nanovllm.kernels.triton_stub import tl, triton
+from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 
 class FourBitExpertTiles(NamedTuple):
@@ -53,10 +62,11 @@ def default_config(num_pairs: int, num_experts: int) -> FourBitExpertTiles:
 
 @triton.jit
 def _scaled(
-    packed, PLACE: tl.constexpr, factor, of_zero, HAS_ZERO: tl.constexpr, E2M1: tl.constexpr, COMPILED: tl.constexpr
-):
-    """The weights at one place of a tile's words, rounded to factor's dtype."""
-    number = decode(packed, PLACE, E2M1, factor.dtype, COMPILED)
+    packed, PLACE: tl.constexpr, factor, of_zero, HAS_ZERO: tl.constexpr, E2M1: tl.constexpr, SMALL: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The weights at one place of a tile's words, rounded to factor's dtype; with SMALL times 2^-64."""
+    number = decode_small(packed, PLACE) if SMALL else decode(packed, PLACE, E2M1, factor.dtype, COMPILED)
     OFFSET: tl.constexpr = 128 if factor.dtype == tl.bfloat16 else 1024
     if HAS_ZERO:
         number -= of_zero
@@ -68,12 +78,13 @@ def _scaled(
 @triton.jit
 def _of_groups(
     scale, zero, at, mask, ROWS: tl.constexpr, GROUPS: tl.constexpr, WORDS: tl.constexpr, E2M1: tl.constexpr,
-    dtype: tl.constexpr,
+    SMALL: tl.constexpr, dtype: tl.constexpr,
 ):  # fmt: skip
     """Scales of a tile's words, and what is subtracted from its numbers, if groups have zeros."""
     OFFSET: tl.constexpr = 128 if dtype == tl.bfloat16 else 1024
     found = tl.load(scale + at, mask=mask, other=0)
-    factor = spread(scale_of(found, E2M1).to(dtype), ROWS, GROUPS, WORDS)
+    factor = small_scale_of(found) if SMALL else scale_of(found, E2M1).to(dtype)
+    factor = spread(factor, ROWS, GROUPS, WORDS)
     of_zero = factor
     if zero is not None:
         number = tl.load(zero + at, mask=mask, other=0).to(tl.float32) + OFFSET
@@ -86,10 +97,12 @@ def _four_bit_experts_kernel(
     x, weight, scale, zero, bias, order, starts, weights, y, x_stride, num_experts, num_columns,
     K: tl.constexpr, GROUP: tl.constexpr, GROUPS: tl.constexpr, TOP_K: tl.constexpr, PADDED_EXPERTS: tl.constexpr,
     TOKENS: tl.constexpr, COLUMNS: tl.constexpr, K_TILE: tl.constexpr, E2M1: tl.constexpr, SILU: tl.constexpr,
-    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
+    GELU: tl.constexpr, ALPHA: tl.constexpr, LIMIT: tl.constexpr, TMA: tl.constexpr, COMPILED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """SILU: y [sorted pairs, num_columns], arranged, of x [tokens, K], `gated`. Otherwise y [pairs,
-    num_columns] of x [sorted pairs, K], times the weights. weight: in words of 16 bits."""
+    num_columns] of x [sorted pairs, K], times the weights. weight: in words of 16 bits: a pointer, or with TMA a
+    descriptor of [all experts' rows, K / 4]."""
     await_previous(PDL)
     column_tiles = tl.cdiv(num_columns, COLUMNS)
     tile = tl.program_id(0) // column_tiles
@@ -120,48 +133,65 @@ def _four_bit_experts_kernel(
     PLACE: tl.constexpr = K // 4  # columns of x that belong to one place in words
     HAS_ZERO: tl.constexpr = zero is not None
     dtype: tl.constexpr = x.dtype.element_ty
+    SMALL: tl.constexpr = E2M1 and COMPILED and dtype == tl.bfloat16
     word = tl.arange(0, WORDS)[None, :]
     group = tl.arange(0, GROUPS)[None, :]
     column = first_column + tl.arange(0, COLUMNS)
     # Columns that do not exist repeat the last one.
     row = first_row + tl.minimum(column, num_columns - 1)
-    weight_tile = weight + row[:, None] * PLACE + word
+    first_row = first_row.to(tl.int32) + first_column
+    if not TMA:
+        weight_tile = weight + row[:, None] * PLACE + word
     scales = row[:, None] * (K // GROUP) + group
     values = x + x_row.to(tl.int64)[:, None] * x_stride + word
     acc = tl.zeros([COLUMNS, TOKENS], tl.float32)
     if SILU:
         up = tl.zeros([COLUMNS, TOKENS], tl.float32)
-        up_tile = weight_tile + num_columns * PLACE
+        if not TMA:
+            up_tile = weight_tile + num_columns * PLACE
         up_scales = scales + num_columns * (K // GROUP)
     for start_k in range(0, K, K_TILE):
         at = start_k // 4
         before = start_k // GROUP
         is_group = group < K // GROUP - before
+        if TMA:
+            packed = weight.load([first_row, at])
         if K % K_TILE == 0:
-            packed = tl.load(weight_tile + at)
+            if not TMA:
+                packed = tl.load(weight_tile + at)
             x0 = tl.load(values + at)
             x1 = tl.load(values + at + PLACE)
             x2 = tl.load(values + at + 2 * PLACE)
             x3 = tl.load(values + at + 3 * PLACE)
         else:
             inside = word < PLACE - at
-            packed = tl.load(weight_tile + at, mask=inside, other=0)
+            if not TMA:
+                packed = tl.load(weight_tile + at, mask=inside, other=0)
             x0 = tl.load(values + at, mask=inside, other=0.0)
             x1 = tl.load(values + at + PLACE, mask=inside, other=0.0)
             x2 = tl.load(values + at + 2 * PLACE, mask=inside, other=0.0)
             x3 = tl.load(values + at + 3 * PLACE, mask=inside, other=0.0)
-        factor, of_zero = _of_groups(scale, zero, scales + before, is_group, COLUMNS, GROUPS, WORDS, E2M1, dtype)
-        acc = tl.dot(_scaled(packed, 0, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x0.T, acc)
-        acc = tl.dot(_scaled(packed, 1, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x1.T, acc)
-        acc = tl.dot(_scaled(packed, 2, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x2.T, acc)
-        acc = tl.dot(_scaled(packed, 3, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x3.T, acc)
+        factor, of_zero = _of_groups(scale, zero, scales + before, is_group, COLUMNS, GROUPS, WORDS, E2M1, SMALL, dtype)
+        acc = tl.dot(_scaled(packed, 0, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x0.T, acc)
+        acc = tl.dot(_scaled(packed, 1, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x1.T, acc)
+        acc = tl.dot(_scaled(packed, 2, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x2.T, acc)
+        acc = tl.dot(_scaled(packed, 3, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x3.T, acc)
         if SILU:
-            packed = tl.load(up_tile + at) if K % K_TILE == 0 else tl.load(up_tile + at, mask=inside, other=0)
-            factor, of_zero = _of_groups(scale, zero, up_scales + before, is_group, COLUMNS, GROUPS, WORDS, E2M1, dtype)
-            up = tl.dot(_scaled(packed, 0, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x0.T, up)
-            up = tl.dot(_scaled(packed, 1, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x1.T, up)
-            up = tl.dot(_scaled(packed, 2, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x2.T, up)
-            up = tl.dot(_scaled(packed, 3, factor, of_zero, HAS_ZERO, E2M1, COMPILED), x3.T, up)
+            if TMA:
+                packed = weight.load([first_row + num_columns, at])
+            else:
+                packed = tl.load(up_tile + at) if K % K_TILE == 0 else tl.load(up_tile + at, mask=inside, other=0)
+            factor, of_zero = _of_groups(
+                scale, zero, up_scales + before, is_group, COLUMNS, GROUPS, WORDS, E2M1, SMALL, dtype
+            )
+            up = tl.dot(_scaled(packed, 0, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x0.T, up)
+            up = tl.dot(_scaled(packed, 1, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x1.T, up)
+            up = tl.dot(_scaled(packed, 2, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x2.T, up)
+            up = tl.dot(_scaled(packed, 3, factor, of_zero, HAS_ZERO, E2M1, SMALL, COMPILED), x3.T, up)
+    if SMALL:
+        acc *= 18446744073709551616.0  # 2^64
+        if SILU:
+            up *= 18446744073709551616.0
     if bias is not None:
         acc += tl.load(bias + row).to(tl.float32)[:, None]
         if SILU:
@@ -254,11 +284,15 @@ def _launch(
     tokens, columns, k_tile, num_warps, num_stages = config or default_config(num_pairs, num_experts)
     # Of n pairs with e experts, at most e tiles are not full.
     num_tiles = (num_pairs + min(num_experts, num_pairs) * (tokens - 1)) // tokens
+    words = weight.values.view(torch.int16)
+    has_tma = GpuFacts.of(x.device).has_tma
+    if has_tma:
+        words = TensorDescriptor.from_tensor(words.view(-1, K // 4), [columns, k_tile // 4])
     launcher(_four_bit_experts_kernel, (num_tiles * triton.cdiv(num_columns, columns),), has_pdl(x.device))(
-        x, weight.values.view(torch.int16), weight.scale, weight.zero, bias, order, starts, weights, y, x.stride(0),
+        x, words, weight.scale, weight.zero, bias, order, starts, weights, y, x.stride(0),
         num_experts, num_columns, K=K, GROUP=weight.group, GROUPS=max(1, k_tile // weight.group), TOP_K=top_k,
         PADDED_EXPERTS=triton.next_power_of_2(num_experts), TOKENS=tokens, COLUMNS=columns, K_TILE=k_tile,
-        E2M1=weight.is_e2m1, SILU=weights is None, **activation.constants, COMPILED=x.is_cuda, num_warps=num_warps,
-        num_stages=num_stages,
+        E2M1=weight.is_e2m1, SILU=weights is None, **activation.constants, TMA=has_tma, COMPILED=x.is_cuda,
+        num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return y

@@ -18,6 +18,8 @@ from nanovllm.kernels.triton_stub import tl, triton
 E4M3 = torch.float8_e4m3fn
 GROUP = BLOCK
 _E4M3_MAX = 448.0
+# Columns of a row, and rows, from which on a program quantizes several rows.
+_SHORT, _MANY_ROWS = 1024, 8192
 _SMALLEST_SCALE = 1e-37  # The inverse of a smaller one overflows, or it is flushed to zero.
 
 
@@ -65,6 +67,27 @@ def _quantize_kernel(
     tl.store(y + row * y_stride + columns, quantized.to(y.dtype.element_ty), mask=mask)
     group = tl.arange(0, BLOCK // GROUP)
     tl.store(scale + row * scale_stride + group * group_stride, group_scale, mask=group * GROUP < SIZE)
+
+
+@triton.jit(do_not_specialize=["num_rows", "group_stride"])
+def _quantize_rows_kernel(
+    x, y, scale, num_rows, x_stride, y_stride, scale_stride, group_stride,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """`_quantize_kernel` of plain rows that are too short to be worth a program each."""
+    await_previous(PDL)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    columns = tl.arange(0, BLOCK)[None, :]
+    mask = (row < num_rows) & (columns < SIZE)
+    value = tl.load(x + row * x_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    groups = tl.reshape(value, (ROWS, BLOCK // GROUP, GROUP))
+    group_scale = tl.max(tl.abs(groups), axis=2) * (1.0 / 448.0)
+    inverse = tl.where(group_scale >= 1e-37, tl.div_rn(tl.full(group_scale.shape, 1.0, tl.float32), group_scale), 0.0)
+    quantized = tl.reshape(groups * inverse[:, :, None], (ROWS, BLOCK))
+    tl.store(y + row * y_stride + columns, quantized.to(y.dtype.element_ty), mask=mask)
+    group = tl.arange(0, BLOCK // GROUP)[None, :]
+    inside = (row < num_rows) & (group * GROUP < SIZE)
+    tl.store(scale + row * scale_stride + group * group_stride, group_scale, mask=inside)
 
 
 @kernel_or_twin
@@ -172,6 +195,13 @@ def _launch(
     if num_tokens == 0:
         return y, scale
     block = max(triton.next_power_of_2(size), GROUP)
+    if norm_weight is None and not silu and block <= _SHORT and num_tokens >= _MANY_ROWS:
+        rows = _SHORT * 4 // block
+        launcher(_quantize_rows_kernel, (triton.cdiv(num_tokens, rows),), has_pdl(x.device))(
+            x, y, scale, num_tokens, x.stride(0), y.stride(0), scale.stride(0), scale.stride(1),
+            SIZE=size, ROWS=rows, BLOCK=block, GROUP=GROUP if in_groups else block, num_warps=4,
+        )  # fmt: skip
+        return y, scale
     # Each warp repeats the instructions of the reductions, so a thread holds up to 32 numbers of a long row.
     num_warps = min(max(block // 256, 1), max(block // 1024, 4), 16)
     launcher(_quantize_kernel, (num_tokens,), has_pdl(x.device))(

@@ -15,6 +15,7 @@ from nanovllm.layers.matmul.candidates.four_bit_gemv import FourBitGemv
 from nanovllm.layers.matmul.candidates.four_bit_tiles import FourBitTiles
 from nanovllm.layers.matmul.candidates.fused_silu import FusedSilu
 from nanovllm.layers.matmul.candidates.gemv import Gemv
+from nanovllm.layers.matmul.candidates.grouped_experts import GroupedExperts
 from nanovllm.layers.matmul.candidates.int4_gemv import Int4Gemv
 from nanovllm.layers.matmul.candidates.onednn import Onednn
 from nanovllm.layers.matmul.candidates.quack import Quack
@@ -26,6 +27,7 @@ from nanovllm.layers.matmul.candidates.split_k import SplitK
 ALL: tuple[type[Candidate], ...] = (
     *(Cublas, ScaledMm, Dequantized, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
     *(Int4Gemv, FourBitGemv, FourBitTiles, FourBitExperts, FourBitExpertsGemv),
+    GroupedExperts,
 )
 
 
@@ -35,5 +37,5 @@ def make_candidates(device: torch.device | None = None, quack: Quack | None = No
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
         candidates += [Int4Gemv(), FourBitGemv(device), FourBitTiles(device)]
-        candidates += [FourBitExperts(), FourBitExpertsGemv()]
+        candidates += [FourBitExperts(), FourBitExpertsGemv(), GroupedExperts()]
     return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]

@@ -35,9 +35,9 @@ class Dequantized(Candidate):
 
     def launch(self, problem: AnyProblem, constants: tuple = ()) -> Tensor:
         if not isinstance(problem, ExpertsProblem):
-            return Cublas().launch(problem._replace(weight=_dequantized(problem.weight)))
+            return Cublas().launch(problem._replace(weight=dequantized(problem.weight)))
         if use_kernels(problem.logits):
-            problem = problem._replace(weight=_dequantized(problem.weight), down=_dequantized(problem.down))
+            problem = problem._replace(weight=dequantized(problem.weight), down=dequantized(problem.down))
         return ExpertTiles().launch(problem, constants)
 
     @classmethod
@@ -46,7 +46,7 @@ class Dequantized(Candidate):
             yield from ExpertTiles.challengers(key._replace(format="bfloat16"), num_tokens, top_k, num_multiprocessors)
 
 
-def _dequantized(weight: Weight) -> Weight:
+def dequantized(weight: Weight) -> Weight:
     return _plain(weight.format.dequantized(weight))
 
 
