@@ -44,7 +44,9 @@ from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.experts.grouped import GroupedTile
+from nanovllm.kernels.gluon_stub import SharedDescriptor
 from nanovllm.kernels.gpu import GpuFacts
+from nanovllm.kernels.matmul.four_bit_hopper import FourBitHopperConfig
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.kernels.shared_memory import fits, held_stages
 from nanovllm.layers.backends.gpu_backend import GpuBackend
@@ -136,6 +138,9 @@ class Launch(NamedTuple):
             names = ("ROWS", "TOKENS", "K_TILE", "SPLITS", "num_warps", "num_stages")
             tile = FourBitTileConfig(*(options[name] for name in names))
             return tile.stage_bytes * held_stages(tile.num_stages, device)
+        if self.name == "_four_bit_hopper_kernel":
+            names = ("ROWS", "TOKENS", "SHARES", "STAGES")
+            return FourBitHopperConfig(*(options[name] for name in names)).shared_bytes
         return None
 
 
@@ -154,7 +159,7 @@ class _Pointer:
 
 
 def _is_data(arg: Any) -> bool:
-    return isinstance(arg, _Pointer | TensorDescriptor)
+    return isinstance(arg, _Pointer | TensorDescriptor | SharedDescriptor)
 
 
 class _OnPretendedCards(TorchFunctionMode):
@@ -375,7 +380,7 @@ def _kind(arg: Any) -> Any:
     """What of an argument selects the variant."""
     if isinstance(arg, _Pointer):
         return arg.dtype, arg.data_ptr() % 16 == 0
-    if isinstance(arg, TensorDescriptor):
+    if isinstance(arg, TensorDescriptor | SharedDescriptor):
         return arg.base.dtype, tuple(arg.block_shape)
     return launch._kind(arg)
 

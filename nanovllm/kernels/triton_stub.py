@@ -8,7 +8,23 @@ from typing import TYPE_CHECKING
 
 from nanovllm.kernels import HAS_TRITON
 
-__all__ = ["TensorDescriptor", "driver", "gdc_launch_dependents", "gdc_wait", "libdevice", "tl", "triton"]
+__all__ = ["Stub", "TensorDescriptor", "driver", "gdc_launch_dependents", "gdc_wait", "libdevice", "tl", "triton"]
+
+
+class Stub:
+    """Whatever Triton offers: modules, decorators, types of arguments and constants."""
+
+    def __getattr__(self, name: str) -> "Stub":
+        if name.startswith("__"):  # Python asks for its own names, such as __wrapped__, to learn what this is.
+            raise AttributeError(name)
+        return self
+
+    def __call__(self, *args, **options) -> "Stub":
+        return self
+
+    def __getitem__(self, grid) -> "Stub":
+        raise ModuleNotFoundError("this kernel needs Triton, which is not installed", name="triton")
+
 
 if TYPE_CHECKING or HAS_TRITON:
     import triton
@@ -18,19 +34,4 @@ if TYPE_CHECKING or HAS_TRITON:
     from triton.runtime import driver
     from triton.tools.tensor_descriptor import TensorDescriptor
 else:
-
-    class _Stub:
-        """Whatever Triton offers: modules, decorators, types of arguments and constants."""
-
-        def __getattr__(self, name: str) -> "_Stub":
-            if name.startswith("__"):  # Python asks for its own names, such as __wrapped__, to learn what this is.
-                raise AttributeError(name)
-            return self
-
-        def __call__(self, *args, **options) -> "_Stub":
-            return self
-
-        def __getitem__(self, grid) -> "_Stub":
-            raise ModuleNotFoundError("this kernel needs Triton, which is not installed", name="triton")
-
-    triton = tl = libdevice = driver = gdc_launch_dependents = gdc_wait = TensorDescriptor = _Stub()
+    triton = tl = libdevice = driver = gdc_launch_dependents = gdc_wait = TensorDescriptor = Stub()

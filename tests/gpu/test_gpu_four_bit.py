@@ -14,6 +14,7 @@ from nanovllm.kernels.experts import four_bit_experts, four_bit_experts_gemv
 from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route, sort_by_expert
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
 from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
+from nanovllm.kernels.matmul.four_bit_hopper import FourBitHopperConfig, can_multiply, four_bit_hopper
 from nanovllm.kernels.matmul.four_bit_tiles import (
     FourBitTileConfig,
     arrange,
@@ -136,6 +137,74 @@ def test_tiles(group, kind, dtype, arrivals):
     assert not arrivals.any()
 
 
+# Tokens, rows, columns, constants, what is fused: each number of tokens, rows and tokens past the last, several tiles
+# of a program, tiles whose columns several programs share, as a whole and in part.
+HOPPER_CASES = [
+    ("symmetric", DTYPES[0], 9, 331, 512, (128, 16, True, 8), "add"),
+    ("zeros", DTYPES[1], 50, 331, 4096, (256, 64, True, 6), "bias"),
+    ("symmetric", DTYPES[1], 100, 4096, 768, (128, 128, True, 5), "add"),
+    ("zeros", DTYPES[0], 128, 4096, 4096, (256, 128, False, 3), "bias"),
+    ("symmetric", DTYPES[0], 300, 6144, 4096, (128, 128, False, 4), ""),
+    ("zeros", DTYPES[0], 200, 4096, 256, (128, 256, False, 2), "add"),
+    ("symmetric", DTYPES[1], 20, 40000, 1024, (128, 32, True, 8), ""),
+]
+is_hopper = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = pytest.mark.skipif(not is_hopper, reason="needs Hopper's tensor cores")
+
+
+@on_hopper
+@pytest.mark.parametrize(("kind", "dtype", "M", "N", "K", "constants", "fused"), HOPPER_CASES)
+def test_hopper(kind, dtype, M, N, K, constants, fused, arrivals):
+    """Into rows side by side, and into some that are no multiples of 16 bytes, inside longer ones."""
+    weight = make_four_bit(kind, (N, K), 128, dtype, "cuda")
+    x, wide = (torch.randn(M, size, device="cuda").to(dtype) for size in (K, N + 11))
+    bias = torch.randn(N, device="cuda") if fused == "bias" else None
+    config = FourBitHopperConfig(*constants).fitted(x.device)
+    assert config is not None
+    for y in (wide[:, :N].contiguous(), wide[:, 3 : N + 3]):
+        expected = x.float() @ dequantize_torch(weight).to(dtype).float().t()
+        expected += y.float() if fused == "add" else 0 if bias is None else bias
+        before = wide.clone()
+        four_bit_hopper(arrange(x), weight, y, bias, config, arrivals, add=fused == "add", pdl=True)
+        assert distance(y, expected) < MAX_DISTANCE[dtype]
+        assert torch.equal(wide[:, :3], before[:, :3])
+        assert torch.equal(wide[:, N + 3 :], before[:, N + 3 :])
+    assert not arrivals.any()
+
+
+@on_hopper
+@pytest.mark.parametrize(("kind", "dtype"), [("symmetric", DTYPES[0]), ("zeros", DTYPES[1])])
+def test_every_number_is_decoded_exactly_on_hopper(kind, dtype):
+    K = 256
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(K // 2).view(K, K // 2)
+    weight = make_four_bit(kind, (K, K), 128, dtype, "cuda")._replace(values=codes)
+    x = torch.eye(K, device="cuda", dtype=dtype)
+    found = x.new_empty(K, K)
+    four_bit_hopper(arrange(x), weight, found, None, FourBitHopperConfig(128, 64, False, 2), None)
+    assert torch.equal(found, dequantize_torch(weight).to(dtype).t())
+
+
+@on_hopper
+def test_repeated_launches_on_hopper_give_equal_bits(arrivals):
+    """The parts of a tile are added in the order of their columns, not in that in which they come."""
+    weight = make_four_bit("symmetric", (4096, 4096), 128, torch.bfloat16, "cuda")
+    x = arrange(torch.randn(64, 4096, device="cuda").bfloat16())
+    results = [x.new_empty(64, 4096) for _ in range(20)]
+    for y in results:
+        four_bit_hopper(x, weight, y, None, FourBitHopperConfig(128, 64, True, 6), arrivals, pdl=True)
+    assert all(torch.equal(y, results[0]) for y in results)
+
+
+@on_hopper
+def test_what_hopper_cannot_multiply():
+    for kind, K, group in (("e2m1", 256, 128), ("symmetric", 256, 64), ("symmetric", 384, 128)):
+        weight = make_four_bit(kind, (128, K), group, torch.bfloat16, "cuda")
+        assert not can_multiply(weight, torch.bfloat16)
+        x = torch.zeros(16, K, device="cuda", dtype=torch.bfloat16)
+        with pytest.raises(ValueError, match=r"^weight must have integers"):
+            four_bit_hopper(x, weight, x.new_empty(16, 128), None, FourBitHopperConfig(128, 16, False, 4), None)
+
+
 def table_cases():
     """(key, tokens, candidate, constants) of every choice for linear layers of 4 bits."""
     for key, row in package_table("NVIDIA H200").rows.items():
@@ -159,6 +228,8 @@ def test_what_the_table_names(key, num_tokens, name, constants):
     if key.operation == "linear_silu":
         expected = silu_and_mul.twin(expected.bfloat16()).float()
     candidate = {each.name: each for each in make_candidates(device)}[name]
+    if not candidate.supports(asked.key, weight):
+        pytest.skip("this card has no such kernel")
     found = candidate.launch(asked, candidate.fitted(weight, constants))
     assert distance(found.value() if isinstance(found, Gated) else found, expected) < 0.01
 

@@ -8,7 +8,10 @@ pytest.importorskip("triton")
 from kernel_harness import launch_everywhere, nightly
 from products import default_result, problem
 
+from nanovllm.kernels.gluon_stub import HAS_GLUON
+from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul import four_bit_gemv as gemv_kernels
+from nanovllm.kernels.matmul.four_bit_hopper import FourBitHopperConfig, four_bit_hopper
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.int4 import Int4
@@ -19,6 +22,7 @@ from nanovllm.layers.matmul.candidates import (
     FourBitExperts,
     FourBitExpertsGemv,
     FourBitGemv,
+    FourBitHopper,
     FourBitTiles,
     Int4Gemv,
     dequantized,
@@ -29,6 +33,8 @@ from nanovllm.layers.matmul.candidates import (
     four_bit_tiles,
     int4_gemv,
 )
+from nanovllm.layers.matmul.candidates import four_bit_hopper as hopper_candidate
+from nanovllm.layers.matmul.candidates.four_bit import four_bit
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.table import Key
 
@@ -148,3 +154,57 @@ def test_challengers_are_few_and_fit_their_bounds(format):
             assert len(found) + len(tiles) < 100
             assert bool(found) == (num_tokens == 1)
             assert tiles
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="this Triton has no Gluon that the kernel is written in")
+def test_hopper_is_asked_for_what_its_kernel_can_multiply(monkeypatch):
+    """Triton's interpreter doesn't run it. tests/gpu does, and `scripts/compile_for_cards.py` compiles it."""
+    monkeypatch.setattr(hopper_candidate, "use_kernels", lambda x: True)
+    candidate = FourBitHopper(DEVICE)
+
+    def is_offered(format, K, dtype=DTYPE):
+        weight = format.quantize(torch.randn(16, K), dtype)
+        return candidate.supports(Key.of("linear", False, weight), weight)
+
+    assert not is_offered(Int4(), 256), "a CPU"
+    monkeypatch.setattr(GpuFacts, "is_hopper", True)
+    assert is_offered(Int4(), 256)
+    assert is_offered(Int4(), 768, torch.bfloat16)
+    for format, K, dtype in (
+        (Mxfp4(), 256, DTYPE),
+        (Int4(), 384, DTYPE),
+        (Int4(), 192, DTYPE),
+        (Int4(), 256, torch.float32),
+    ):
+        assert not is_offered(format, K, dtype)
+    asked = Key("linear", "decode", 6144, 4096, "int4")
+    for operation in ("linear_silu", "linear_add", "linear_sum"):
+        assert candidate.is_for(asked._replace(operation=operation))
+    assert not candidate.is_for(asked._replace(operation="experts"))
+
+
+def test_hopper_refuses_other_weights():
+    weight = four_bit(Int4().quantize(torch.randn(16, 256), DTYPE))
+    x, y = torch.zeros(16, 256, dtype=DTYPE), torch.zeros(16, 16, dtype=DTYPE)
+    with pytest.raises(ValueError, match=r"^weight must have integers .* on Hopper, not \[16, 256\] in groups of 128"):
+        four_bit_hopper(x, weight, y, None, FourBitHopperConfig(128, 16, False, 2), None)
+
+
+def test_challengers_of_hopper_are_few_and_fit_its_memory():
+    for N, K in ((6144, 4096), (4096, 4096), (24576, 4096), (4096, 12288), (1024, 2048)):
+        for num_tokens in (1, 16, 33, 64, 256, 2048, 16384):
+            key = Key("linear", "decode", N, K, "int4")
+            found = [FourBitHopperConfig(*each) for each in FourBitHopper.challengers(key, num_tokens, 1, H200)]
+            assert bool(found) == (num_tokens > 1)
+            assert len(found) < 10
+            assert all(each.fitted(DEVICE) == each for each in found)
+    assert not list(FourBitHopper.challengers(key._replace(format="mxfp4"), 64, 1, H200))
+
+
+def test_hopper_takes_fewer_stages_where_memory_is_short(monkeypatch):
+    config = FourBitHopperConfig(256, 128, True, 4)
+    assert config.fitted(DEVICE) == config
+    for kib, num_stages in ((227, 4), (160, 3), (100, 2), (90, None)):
+        monkeypatch.setattr(GpuFacts, "of", lambda device, kib=kib: GpuFacts("card", (9, 0), kib * 1024, 132, 0))
+        found = config.fitted(DEVICE)
+        assert (found and found.num_stages) == num_stages

@@ -217,6 +217,7 @@ def test_tables_of_the_package(path):
     from nanovllm.kernels.experts.four_bit_experts_gemv import FourBitExpertsConfig
     from nanovllm.kernels.experts.grouped import GroupedTile
     from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig
+    from nanovllm.kernels.matmul.four_bit_hopper import FourBitHopperConfig
     from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
     from nanovllm.kernels.matmul.gemv import GemvConfig
     from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig
@@ -226,6 +227,7 @@ def test_tables_of_the_package(path):
 
     constant_types = {"gemv": GemvConfig, "split-k": SplitKConfig, "quack-kernels": Tile, "fused-silu": tuple}
     constant_types |= {"gemv-int4": Int4GemvConfig, "gemv-4bit": FourBitGemvConfig, "tiles-4bit": FourBitTileConfig}
+    constant_types |= {"hopper-4bit": FourBitHopperConfig}
     pairs_of_types = {"experts-gemv": ExpertsGemvConfig, "expert-tiles": TileConfig, "quack-experts": Tile}
     pairs_of_types |= {"experts-gemv-4bit": FourBitExpertsConfig, "expert-tiles-4bit": FourBitExpertTiles}
     pairs_of_types |= {"dequantized": TileConfig, "grouped-experts": GroupedTile}

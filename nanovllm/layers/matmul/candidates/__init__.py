@@ -12,6 +12,7 @@ from nanovllm.layers.matmul.candidates.fixed_order import FixedOrderProducts
 from nanovllm.layers.matmul.candidates.four_bit_experts import FourBitExperts
 from nanovllm.layers.matmul.candidates.four_bit_experts_gemv import FourBitExpertsGemv
 from nanovllm.layers.matmul.candidates.four_bit_gemv import FourBitGemv
+from nanovllm.layers.matmul.candidates.four_bit_hopper import FourBitHopper
 from nanovllm.layers.matmul.candidates.four_bit_tiles import FourBitTiles
 from nanovllm.layers.matmul.candidates.fused_silu import FusedSilu
 from nanovllm.layers.matmul.candidates.gemv import Gemv
@@ -26,7 +27,7 @@ from nanovllm.layers.matmul.candidates.split_k import SplitK
 # What the tuner tries.
 ALL: tuple[type[Candidate], ...] = (
     *(Cublas, ScaledMm, Dequantized, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
-    *(Int4Gemv, FourBitGemv, FourBitTiles, FourBitExperts, FourBitExpertsGemv),
+    *(Int4Gemv, FourBitGemv, FourBitTiles, FourBitHopper, FourBitExperts, FourBitExpertsGemv),
     GroupedExperts,
 )
 
@@ -36,6 +37,6 @@ def make_candidates(device: torch.device | None = None, quack: Quack | None = No
     candidates: list[Candidate] = [Cublas(), ScaledMm(), Dequantized(), Onednn(), ExpertTiles(), FixedOrderProducts()]
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
-        candidates += [Int4Gemv(), FourBitGemv(device), FourBitTiles(device)]
+        candidates += [Int4Gemv(), FourBitGemv(device), FourBitTiles(device), FourBitHopper(device)]
         candidates += [FourBitExperts(), FourBitExpertsGemv(), GroupedExperts()]
     return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]
