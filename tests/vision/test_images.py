@@ -469,6 +469,20 @@ def test_a_published_shape_reads_images_without_a_file(no_network):
     assert not reads_images("Qwen3-0.6B")
 
 
+@pytest.mark.parametrize(
+    ("name", "num_rows", "shape"),
+    [
+        pytest.param("gemma-3-4b", 256, (1, 3, 896, 896), marks=needs_family("gemma3")),
+        # Proportions are kept: of up to 280 rows, 19 lines of 14, which are 57 lines of 42 patches.
+        pytest.param("gemma-4-31B", 266, (1, 2520, 768), marks=needs_family("gemma4")),
+        pytest.param("gemma-4-12B", 266, (266, 6912), marks=needs_family("gemma4_unified")),
+    ],
+)
+def test_so_do_those_of_gemma(name, num_rows, shape, no_network):
+    packed = find_image_reader(name, None, None).read(draw_image(1000, 1400, seed=0))
+    assert (packed.num_rows, packed.arrays["pixel_values"].values.shape) == (num_rows, shape)
+
+
 def test_a_published_shape_answers_token_ids_with_images(no_network):
     skip_unless_known("qwen3_vl")
     config = preset_config("Qwen3-VL-2B")
