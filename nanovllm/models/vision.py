@@ -175,6 +175,13 @@ class VisionSpec(ABC):
         raise NotImplementedError
 
 
+def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the host on the device, in this dtype. It goes to a GPU through page-locked memory: from any other
+    the host would wait for all that the GPU has to do, and the GPU then for the host."""
+    tensor = tensor.to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def load_processor(spec: VisionSpec, directory: str) -> Any:
     """Transformers' image processor of a checkpoint: the one that its processor_config.json or preprocessor_config.json
     describes, or the family's with its usual options if neither does. Raises ValueError, naming the file, if what that

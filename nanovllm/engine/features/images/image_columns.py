@@ -12,7 +12,7 @@ from nanovllm.engine.features.images.image_sequence import ImageSequence, Placed
 from nanovllm.engine.step import Rows, Step
 from nanovllm.layers.backends.image_attention import ImageSpan
 from nanovllm.models.seeing_decoder import ImageRows, SeeingDecoder
-from nanovllm.models.vision import ProcessedImage
+from nanovllm.models.vision import ProcessedImage, send
 
 
 class _Piece(NamedTuple):
@@ -192,8 +192,8 @@ class ImageColumns(Columns):
         return rows
 
     def _send(self, image: ProcessedImage) -> ProcessedImage:
-        pixels = image.pixel_values.to(self._device, self._dtype, non_blocking=True)
-        extra = {name: array.to(self._device, non_blocking=True) for name, array in image.extra.items()}
+        pixels = send(image.pixel_values, self._device, self._dtype)
+        extra = {name: send(array, self._device) for name, array in image.extra.items()}
         return image._replace(pixel_values=pixels, extra=extra)
 
     def _batches(self, encoded: list[_Encoded]) -> Iterator[list[_Encoded]]:
