@@ -144,9 +144,12 @@ VISION_FAMILIES = {
 }
 
 
-def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
+def make_vision_checkpoint(directory: Path, family: str, seed: int = 0, **text: Any) -> Path:
+    """text: more fields of the text model."""
     row = VISION_FAMILIES[family]
-    parts = {"text_config": _TEXT | row.text, "vision_config": row.vision}
+    fields = _TEXT | row.text | text
+    vision = row.vision | ({"out_hidden_size": fields["hidden_size"]} if "out_hidden_size" in row.vision else {})
+    parts = {"text_config": fields, "vision_config": vision}
     config = AutoConfig.for_model(family, **parts, **row.fields, tie_word_embeddings=False)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
@@ -155,7 +158,7 @@ def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
             buffer.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
     model.save_pretrained(directory)
     if family == "qwen3_vl_moe":
-        edit_tensors(directory, lambda tensors: turn_experts(tensors, as_published=True))
+        edit_tensors(directory, lambda tensors: turn_experts(tensors, True, fields["hidden_size"]))
     name, options = row.processor
     getattr(transformers, name)(**options).save_pretrained(directory)
     if family == "gemma4_unified":  # whose own needs torchvision
@@ -179,12 +182,12 @@ def make_image_tokenizer(directory: Path) -> None:
     file.write_text(json.dumps(content))
 
 
-def turn_experts(tensors: dict[str, torch.Tensor], as_published: bool) -> None:
+def turn_experts(tensors: dict[str, torch.Tensor], as_published: bool, hidden_size: int = _TEXT["hidden_size"]) -> None:
     """Write Qwen3-VL's experts transposed, as they are published, or as transformers 5 holds them in memory and saves
     them."""
     for name, tensor in tensors.items():
         hidden_dim = {"gate_up_proj": 2, "down_proj": 1}.get(name.rpartition(".experts.")[2])
-        if hidden_dim and (tensor.shape[hidden_dim] == _TEXT["hidden_size"]) == as_published:
+        if hidden_dim and (tensor.shape[hidden_dim] == hidden_size) == as_published:
             tensors[name] = tensor.transpose(1, 2).contiguous()
 
 

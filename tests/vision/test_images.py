@@ -26,6 +26,7 @@ from checkpoints import (
     random_prompt,
     skip_unless_known,
 )
+from fp8_checkpoints import BLOCKS, rounded
 from replay import Replay
 from thread_ranks import make_llm_of_ranks
 from vision_checkpoints import (
@@ -344,6 +345,50 @@ def test_experts_in_both_layouts(make_case, tmp_path):
         assert complete(llm, prompts, greedy(NUM_TOKENS)) != expected
         llm.update_weights(experts.items())
         assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
+
+
+@needs_family("qwen3_vl_moe")
+def test_experts_in_fp8_with_scales_of_blocks(tmp_path):
+    """As Qwen3-VL-30B-A3B-Instruct-FP8 has them, those of a layer in one tensor, transposed, and their scales alike;
+    and each expert's matrices apart, as other families' checkpoints have them."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 384, "intermediate_size": 128, "head_dim": 64}
+    plain = make_vision_checkpoint(tmp_path / "plain", "qwen3_vl_moe", **sizes)
+    prompt = {"prompt": [5, BEGIN, IMAGE, END, 6, 7], "images": [draw_image(48, 48, seed=0)]}
+    answers, layout = {}, ""
+
+    def quantize(tensors):
+        for name in [name for name in tensors if ".language_model." in name and name.endswith(("proj", "proj.weight"))]:
+            matrix = tensors.pop(name)
+            if matrix.dim() == 2:
+                tensors[name], tensors[name + "_scale_inv"] = rounded(matrix, 128, 128)
+                continue
+            found = [rounded(each.t(), 128, 128) for each in matrix]  # [rows, columns] of each expert
+            if layout == "stacked":
+                values, scales = (torch.stack([each.t().contiguous() for each in x]) for x in zip(*found, strict=True))
+                tensors |= {name: values, name + "_scale_inv": scales}
+                continue
+            folder, _, stem = name.rpartition(".")
+            names = ["down_proj"] if stem == "down_proj" else ["gate_proj", "up_proj"]
+            for expert, (values, scales) in enumerate(found):
+                halves = zip(names, values.chunk(len(names)), scales.chunk(len(names)), strict=True)
+                for projection, part, scale in halves:
+                    own = f"{folder}.{expert}.{projection}.weight"
+                    tensors |= {own: part.contiguous(), own + "_scale_inv": scale.contiguous()}
+
+    for layout in ("stacked", "apart"):
+        path = shutil.copytree(plain, tmp_path / layout)
+        edit_tensors(path, quantize)
+        edit_json(
+            path / "config.json", quantization_config=BLOCKS | {"modules_to_not_convert": ["lm_head", "model.visual"]}
+        )
+        with make_llm(path) as llm:
+            (output,) = generate(llm, [prompt], greedy(8, logprobs=0))
+            answers[layout] = output["token_ids"], output["logprobs"]
+    assert answers["stacked"] == answers["apart"]
+    with make_llm(plain) as llm:  # Rounding to 8 bits changes little.
+        (output,) = generate(llm, [prompt], greedy(1, logprobs=0))
+    first, other = (next(iter(each[0].values())) for each in (output["logprobs"], answers["stacked"][1]))
+    assert first == pytest.approx(other, abs=0.5)
 
 
 def test_only_completions_can_be_asked_for(case):
