@@ -16,7 +16,7 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.table import Key
 from nanovllm.utils.checks import require
 
-# Where images have been compared. On a GPU that of a decoder's image attention has no kernel yet.
+# Where images have been compared. tests/gpu/test_images_gpu.py does so on a GPU, but none has run it yet.
 DEVICES_OF_IMAGES = ["cpu"]
 
 

@@ -12,6 +12,8 @@ import transformers
 from checkpoints import VOCAB_SIZE, edit_json, edit_tensors, has_transformers, make_tokenizer, random_prompt, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from nanovllm import SamplingParams
+
 IMAGE, BEGIN, END, VIDEO = 310, 311, 312, 313  # token ids
 MARK = "<|image_pad|>"
 _TEMPLATE = (
@@ -222,6 +224,23 @@ def joined_patches(found: Any) -> dict[str, Any]:
         "image_position_ids": pad(places, batch_first=True, padding_value=-1),
         "num_soft_tokens_per_image": [len(place) for place in places],
     }
+
+
+def image_requests() -> list[tuple[dict, SamplingParams]]:
+    """Prompts for tests of bits. The first ends with an image. Two begin alike with one, in the middle of which a block
+    ends. A small one is in two. Of the last prompt, all rows have logits."""
+    sizes = ((48, 48), (128, 128), (128, 48), (16, 32))
+    images, requests = [draw_image(*size, seed=i) for i, size in enumerate(sizes)], []
+    prompts: tuple[tuple[int, ...], ...] = ((0,), (2, 3), (), (1,), (3,), (0, 2))
+    for number, chosen in enumerate(prompts):
+        tokens = random_prompt(9, 99, 300)
+        for _ in chosen:
+            tokens += [BEGIN, IMAGE, END, *random_prompt(3 * number, number, 300)]
+        tokens = tokens if number else tokens[:-1]
+        more: dict[str, Any] = {"prompt_logprobs": 0} if number == len(prompts) - 1 else {}
+        params = SamplingParams(number % 2, 20, ignore_eos=True, seed=number, logprobs=0, **more)
+        requests.append(({"prompt": tokens, "images": [images[i] for i in chosen]}, params))
+    return requests
 
 
 class VisionReference:

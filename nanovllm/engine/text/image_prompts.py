@@ -50,8 +50,8 @@ class ImagePrompts:
         config, found = self._config, find_vision(self._config.hf_config)
         if refuses_images(config):
             raise ValueError(
-                "images: need deterministic=False on a GPU, where no kernel attends to images in a fixed order yet; on "
-                "a CPU they keep their bits"
+                "images: need deterministic=False on a GPU, where their bits have not been compared yet; on a CPU they "
+                "keep them"
             )
         if found is None:
             if config.text_only:

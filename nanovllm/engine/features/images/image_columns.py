@@ -132,6 +132,11 @@ class ImageColumns(Columns):
                     _plan(work.encoded, known, placed, piece, key if stop < placed.end else None)
         step.extras["images"] = work
         arrays = {"image_rows": np.concatenate(at)} if at else {}
+        if work.spans:
+            ends = rows.positions + 1
+            for span in work.spans:
+                ends[span.row : span.row + span.length] = span.end
+            arrays["image_ends"] = ends.astype(np.int32)
         if self._spec.has_axes:
             arrays["rope_axes"] = self._positions(step, rows)
         return arrays
@@ -154,7 +159,8 @@ class ImageColumns(Columns):
             return {}
         fields: ContextFields = {}
         if work.num_rows:
-            fields["images"] = ImageRows(arrays["image_rows"], self._rows(work), work.spans)
+            at, ends = arrays["image_rows"], arrays.get("image_ends")
+            fields["images"] = ImageRows(at, self._rows(work), work.spans, ends)
         if self._spec.has_axes:
             fields |= self._rotation(arrays["rope_axes"])
         return fields
