@@ -85,7 +85,7 @@ class QwenVision(VisionSpec):
 
     def values_per_patch(self):
         tower = self.fields["vision_config"]
-        # Its RoPE turns queries and keys in float32.
+        # Each patch reads four rows of a table of positions, and weights them in float32.
         return 15 * tower["hidden_size"] + 2 * tower["intermediate_size"]
 
     def positions(self, starts, images, num_tokens):

@@ -199,8 +199,13 @@ def load_processor(spec: VisionSpec, directory: str) -> Any:
     if spec.always_this_processor:
         processor = usual.from_pretrained(directory)
     else:
-        # False, because None asks on standard input whether to run code of the checkpoint.
-        processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+        try:
+            # False, because None asks on standard input whether to run code of the checkpoint.
+            processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+        except ImportError:  # Older releases look for one with torchvision alone.
+            if not _named_processor(file).startswith(name):
+                raise
+            processor = usual.from_pretrained(directory)
     for option, value in needed.items():
         found = getattr(processor, option, value)
         if found != value and (not isinstance(value, dict) or dict(found) != value):
@@ -208,6 +213,12 @@ def load_processor(spec: VisionSpec, directory: str) -> Any:
                 f"{file}: {option}={quoted(found)}: must be {value!r}, as config.json's vision_config says"
             )
     return processor
+
+
+def _named_processor(file: Path) -> str:
+    """The class that a file of `_processor_file` names, "" if none."""
+    content = read_json(file)
+    return str(content.get("image_processor", content).get("image_processor_type", ""))
 
 
 def _processor_file(directory: str) -> Path | None:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from checkpoints import (
     VOCAB_SIZE,
     assert_idle,
@@ -350,7 +351,7 @@ def test_experts_in_both_layouts(make_case, tmp_path):
 @needs_family("qwen3_vl_moe")
 def test_experts_in_fp8_with_scales_of_blocks(tmp_path):
     """As Qwen3-VL-30B-A3B-Instruct-FP8 has them, those of a layer in one tensor, transposed, and their scales alike;
-    and each expert's matrices apart, as other families' checkpoints have them."""
+    the same not transposed; and each expert's matrices apart, as other families' checkpoints have them."""
     sizes = {"hidden_size": 128, "moe_intermediate_size": 384, "intermediate_size": 128, "head_dim": 64}
     plain = make_vision_checkpoint(tmp_path / "plain", "qwen3_vl_moe", **sizes)
     prompt = {"prompt": [5, BEGIN, IMAGE, END, 6, 7], "images": [draw_image(48, 48, seed=0)]}
@@ -363,8 +364,9 @@ def test_experts_in_fp8_with_scales_of_blocks(tmp_path):
                 tensors[name], tensors[name + "_scale_inv"] = rounded(matrix, 128, 128)
                 continue
             found = [rounded(each.t(), 128, 128) for each in matrix]  # [rows, columns] of each expert
-            if layout == "stacked":
-                values, scales = (torch.stack([each.t().contiguous() for each in x]) for x in zip(*found, strict=True))
+            if layout != "apart":
+                turned = [[x.t() if layout == "published" else x for x in each] for each in found]
+                values, scales = (torch.stack(x) for x in zip(*turned, strict=True))
                 tensors |= {name: values, name + "_scale_inv": scales}
                 continue
             folder, _, stem = name.rpartition(".")
@@ -375,7 +377,7 @@ def test_experts_in_fp8_with_scales_of_blocks(tmp_path):
                     own = f"{folder}.{expert}.{projection}.weight"
                     tensors |= {own: part.contiguous(), own + "_scale_inv": scale.contiguous()}
 
-    for layout in ("stacked", "apart"):
+    for layout in ("published", "as transformers 5 holds them", "apart"):
         path = shutil.copytree(plain, tmp_path / layout)
         edit_tensors(path, quantize)
         edit_json(
@@ -384,10 +386,10 @@ def test_experts_in_fp8_with_scales_of_blocks(tmp_path):
         with make_llm(path) as llm:
             (output,) = generate(llm, [prompt], greedy(8, logprobs=0))
             answers[layout] = output["token_ids"], output["logprobs"]
-    assert answers["stacked"] == answers["apart"]
+    assert answers["published"] == answers["as transformers 5 holds them"] == answers["apart"]
     with make_llm(plain) as llm:  # Rounding to 8 bits changes little.
         (output,) = generate(llm, [prompt], greedy(1, logprobs=0))
-    first, other = (next(iter(each[0].values())) for each in (output["logprobs"], answers["stacked"][1]))
+    first, other = (next(iter(each[0].values())) for each in (output["logprobs"], answers["published"][1]))
     assert first == pytest.approx(other, abs=0.5)
 
 
@@ -499,6 +501,22 @@ def test_image_processors(case, family, tmp_path):
     wrong = dict.fromkeys(value, 32) if isinstance(value, dict) else value + 1
     type(described)(**spec.processor_options() | {name: wrong}).save_pretrained(path)
     with pytest.raises(ValueError, match=rf"preprocessor_config\.json: {name}=.*vision_config says"):
+        load_processor(spec, path)
+
+
+def test_an_image_processor_without_torchvision(case, tmp_path, monkeypatch):
+    """Older releases of transformers look for no processor without it."""
+    path = shutil.copytree(case.path, tmp_path / "model")
+    spec = find_vision(Config(str(path), device="cpu").hf_config)
+
+    def refuse(*args, **options):
+        raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", refuse)
+    pixels = spec.process(load_processor(spec, path), case.images["wide"]).pixel_values
+    assert pixels.shape == (96, 3 * 2 * 8 * 8)
+    edit_json(path / "preprocessor_config.json", image_processor_type="AnotherImageProcessor")
+    with pytest.raises(ImportError, match="Torchvision"):
         load_processor(spec, path)
 
 
