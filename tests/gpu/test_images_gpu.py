@@ -5,8 +5,6 @@ from checkpoints import assert_idle, complete, greedy, make_llm, needs_family, n
 from same_bits import answers, answers_alone
 from vision_checkpoints import VISION_FAMILIES, VisionReference, draw_image, image_requests, make_vision_checkpoint
 
-from nanovllm.engine import deterministic
-
 pytest.importorskip("PIL", reason="needs Pillow")
 pytestmark = [pytest.mark.gpu, needs_transformers("5")]
 
@@ -56,9 +54,7 @@ CASES = [(family, "bfloat16") for family in VISION_FAMILIES] + [("qwen3_vl", "fl
 @pytest.mark.parametrize(
     ("family", "dtype"), [pytest.param(*each, id=" ".join(each), marks=needs_family(each[0])) for each in CASES]
 )
-def test_a_prompt_with_images_has_the_same_bits_in_any_company(family, dtype, tmp_path, monkeypatch):
-    """They are refused until this has passed on a GPU."""
-    monkeypatch.setattr(deterministic, "DEVICES_OF_IMAGES", ["cpu", "cuda"])
+def test_a_prompt_with_images_has_the_same_bits_in_any_company(family, dtype, tmp_path):
     path, requests = make_vision_checkpoint(tmp_path, family), image_requests()
     common = {"device": "cuda", "dtype": dtype, "deterministic": True}
     if family.startswith("qwen3_5"):
