@@ -94,7 +94,8 @@ def shape(model: str, num_layers: int | None) -> Any:
     if num_layers is not None:
         tower = config.vision["vision_config"]
         config.num_hidden_layers = num_layers
-        tower["depth"] = min(tower["depth"], num_layers)
+        for name in {"depth", "num_hidden_layers"} & tower.keys():
+            tower[name] = min(tower[name], num_layers)
         if tower.get("deepstack_visual_indexes"):
             tower["deepstack_visual_indexes"] = list(range(min(3, num_layers - 1)))
     return config

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from nanovllm.engine.batch_sizes import MAX_GRAPH_BATCH_SIZE
-from nanovllm.engine.deterministic import check_deterministic, refuses_images
+from nanovllm.engine.deterministic import check_deterministic
 from nanovllm.engine_options import MAX_MODEL_LEN, MAX_SLOTS, EngineOptions
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import E4M3
@@ -156,7 +156,7 @@ class Config(EngineOptions):
 
     def _resolve_vision(self) -> None:
         """Leave out a vision tower that no request of this engine could use."""
-        is_of_use = self.task == "generate" and not refuses_images(self) and not self.text_only
+        is_of_use = self.task == "generate" and not self.text_only
         if getattr(self.hf_config, "vision", None) and not is_of_use:
             self.hf_config = copy(self.hf_config)
             self.hf_config.vision = None

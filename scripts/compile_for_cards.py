@@ -60,6 +60,7 @@ from nanovllm.models.make_model import make_plain_model
 from nanovllm.models.presets import PRESET_NAMES, preset_config
 from nanovllm.models.qwen3_5 import has_linear_attention
 from nanovllm.models.registry import ARCHITECTURES
+from nanovllm.models.tower_parts import ImageRanges, RotaryTowerAttention
 from nanovllm.utils.context import reset_context, set_context
 from nanovllm.utils.progress import StartProgress
 
@@ -117,7 +118,7 @@ class Launch(NamedTuple):
     def estimate(self, device: torch.device) -> int | None:
         """Bytes of shared memory, as the choice of the constants estimates them. None if nothing depends on them."""
         options = self.options
-        if self.name == "_paged_prefill_kernel":
+        if self.name in ("_paged_prefill_kernel", "_both_ways_kernel"):
             tiles = PrefillTiles(*(options[name] for name in ("TILE_ROWS", "TILE_KEYS", "num_warps", "num_stages")))
             return tiles.shared_bytes(options["PADDED_DIM"], self.dtypes[1].itemsize, device)
         if self.name == "_experts_kernel":
@@ -346,7 +347,7 @@ def _recording() -> Iterator[dict[tuple, Launch]]:
 def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
     """The variants that an engine launches on a pretended card, from its start on."""
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
-    # A vision tower is transformers' own, and launches none of our kernels.
+    # Of a vision tower, `tower_launches` has our kernels.
     config = Config(model, device=str(device), text_only=True, **options)
     with _recording() as found:
         tp = TensorParallel()
@@ -373,6 +374,25 @@ def plain_launches(model: str, dtype: torch.dtype, device: torch.device) -> dict
             set_context(True, slot_mapping=numbers.int())
             plain(numbers, numbers)
             reset_context()
+    return found
+
+
+def tower_launches(model: str, dtype: torch.dtype, device: torch.device) -> dict[tuple, Launch]:
+    """The variants that a layer of the model's vision tower launches, if it has some. The rest is transformers'."""
+    tower, num_patches = getattr(preset_config(model), "vision", {}).get("vision_config", {}), 512
+    num_heads, width = tower.get("num_heads") or tower.get("num_attention_heads"), tower.get("hidden_size")
+    if not num_heads:
+        return {}
+    with _recording() as found:
+        qkv = torch.zeros(num_patches, 3 * width, dtype=dtype, device=device)
+        theirs = SimpleNamespace(qkv=lambda x: qkv, proj=lambda x: x, num_heads=num_heads, scaling=1.0)
+        ends, angles = (
+            torch.zeros(2, dtype=torch.int32, device=device),
+            torch.zeros(num_patches, width, device=device),
+        )
+        options: dict[str, Any] = {"images": ImageRanges(ends, ends, num_patches)}
+        options["position_embeddings"] = (angles[:, : width // num_heads],) * 2
+        RotaryTowerAttention(theirs)(qkv, **options)
     return found
 
 
@@ -507,6 +527,8 @@ def main() -> None:
                 found |= launches(model, options, device)
             for dtype in () if is_quick else (torch.bfloat16, torch.float32):
                 found |= plain_launches(_PLAIN, dtype, device)
+                for model in arguments.models:
+                    found |= tower_launches(model, dtype, device)
             if is_quick:
                 found = {key: each for key, each in found.items() if each.estimate(device) is not None}
             for each in found.values():

@@ -16,9 +16,6 @@ from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.table import Key
 from nanovllm.utils.checks import require
 
-# Where images have been compared. On a GPU that of a decoder's image attention has no kernel yet.
-DEVICES_OF_IMAGES = ["cpu"]
-
 
 def check_deterministic(config: Any) -> None:
     """Raises ValueError, naming the option, the back end or the format, if a choice of this engine is not known to be
@@ -43,11 +40,6 @@ def check_deterministic(config: Any) -> None:
             getattr(feature, "is_batch_invariant", False),
             "of features with is_batch_invariant=True",
         )
-
-
-def refuses_images(config: Any) -> bool:
-    """Whether an engine of a model that sees accepts texts alone. config: as of `check_deterministic`."""
-    return config.deterministic and config.device not in DEVICES_OF_IMAGES
 
 
 def check_layers(model: nn.Module, matmul: Matmul) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 from torch import Tensor
 
 from nanovllm.kernels.matmul.four_bit import UNIT
+from nanovllm.kernels.matmul.linear_checks import BLOCK
 from nanovllm.layers.formats.parameters import Slice
 
 Content = Tensor | Slice
+_SCALES = "_scale_inv"  # of blocks in fp8
+
 # A tensor's name, and the tensor or safetensors slice -> the parts that it consists of, by the names that they would
 # have as tensors of their own. Empty for a tensor that is no such one.
 Splitter = Callable[[str, Content], "dict[str, ExpertPart]"]
@@ -62,20 +65,24 @@ def shape_of(content: Content) -> list[int]:
 
 def stacked_experts(name: str, content: Content, hidden_size: int | None = None) -> dict[str, ExpertPart]:
     """As transformers 5 holds them in memory: gate_up_proj `[num_experts, 2 * intermediate_size, hidden_size]`, of each
-    expert the gate's rows and then up's, and down_proj `[num_experts, hidden_size, intermediate_size]`.
+    expert the gate's rows and then up's, and down_proj `[num_experts, hidden_size, intermediate_size]`. In fp8 with
+    scales of blocks, gate_up_proj_scale_inv and down_proj_scale_inv have a number for each block of 128 x 128.
 
-    hidden_size: for a family whose checkpoints have both transposed (Qwen3-VL). Tensors that have the shape above are
-    read as they are."""
+    hidden_size: for a family whose checkpoints have all of them transposed (Qwen3-VL). Tensors that have the shape
+    above are read as they are."""
     folder, _, kind = name.rpartition(".")
-    shape = shape_of(content)
-    if not folder.endswith(".experts") or len(shape) != 3 or kind not in ("gate_up_proj", "down_proj"):
+    shape, stem = shape_of(content), kind.removesuffix(_SCALES)
+    if not folder.endswith(".experts") or len(shape) != 3 or stem not in ("gate_up_proj", "down_proj"):
         return {}
     num_experts, *sizes = shape
-    projections, hidden_dim = (["down_proj"], 0) if kind == "down_proj" else (["gate_proj", "up_proj"], 1)
+    projections, hidden_dim = (["down_proj"], 0) if stem == "down_proj" else (["gate_proj", "up_proj"], 1)
+    parameter = "weight" if kind == stem else "weight" + _SCALES
+    if hidden_size is not None and kind != stem:
+        hidden_size = -(-hidden_size // BLOCK)
     is_transposed = hidden_size is not None and sizes[hidden_dim] != hidden_size
     count = sizes[1 if is_transposed else 0] // len(projections)
     return {
-        f"{folder}.{expert}.{projection}.weight": ExpertPart(
+        f"{folder}.{expert}.{projection}.{parameter}": ExpertPart(
             content, expert, i * count, count, is_transposed=is_transposed
         )
         for expert in range(num_experts)

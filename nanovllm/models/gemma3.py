@@ -10,6 +10,7 @@ from nanovllm.models.decoder import DecoderForCausalLM
 from nanovllm.models.hf_config import local_layers, windows_of_layers
 from nanovllm.models.seeing_decoder import SeeingDecoder
 from nanovllm.models.spec import DecoderSpec
+from nanovllm.models.tower_parts import attention_options
 from nanovllm.models.vision import ProcessedImage, VisionSpec
 from nanovllm.utils.checks import quoted
 
@@ -65,7 +66,7 @@ class Gemma3Tower(nn.Module):
         from transformers import AutoModel
         from transformers.models.gemma3.modeling_gemma3 import Gemma3MultiModalProjector
 
-        tower = AutoModel.from_config(config.vision_config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
+        tower = AutoModel.from_config(config.vision_config, **attention_options())
         self.vision_tower = getattr(tower, "vision_model", tower)  # Older releases have a module around it.
         self.multi_modal_projector = Gemma3MultiModalProjector(config)
 

@@ -16,6 +16,7 @@ from nanovllm.models.mlp_with_experts import MLPWithExperts
 from nanovllm.models.qwen3_moe import check_experts, count_experts
 from nanovllm.models.seeing_decoder import SeeingDecoder
 from nanovllm.models.spec import DecoderSpec, LayerHeads
+from nanovllm.models.tower_parts import attention_options
 from nanovllm.models.vision import ProcessedImage, VisionSpec
 from nanovllm.utils.checks import quoted, require
 
@@ -93,8 +94,7 @@ class Gemma4Tower(nn.Module):
         from transformers import AutoModel
         from transformers.models.gemma4.modeling_gemma4 import Gemma4MultimodalEmbedder
 
-        options = {"attn_implementation": "sdpa", "dtype": torch.get_default_dtype()}
-        self.vision_tower = AutoModel.from_config(config.vision_config, **options)
+        self.vision_tower = AutoModel.from_config(config.vision_config, **attention_options())
         self.embed_vision = Gemma4MultimodalEmbedder(config.vision_config, config.text_config)
         load_buffers(self)
 

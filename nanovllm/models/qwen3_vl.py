@@ -8,7 +8,8 @@ import torch
 from nanovllm.layers.rope_parameters import rope_settings
 from nanovllm.models.qwen3_decoder import Qwen3ForCausalLM
 from nanovllm.models.seeing_decoder import SeeingDecoder
-from nanovllm.models.vision import ProcessedImage, VisionSpec
+from nanovllm.models.tower_parts import ImageRanges, PatchProduct, RotaryTowerAttention
+from nanovllm.models.vision import ProcessedImage, VisionSpec, send
 
 
 class QwenVision(VisionSpec):
@@ -54,13 +55,21 @@ class QwenVision(VisionSpec):
         from transformers import AutoConfig, AutoModel
 
         config = AutoConfig.for_model(**self.fields).vision_config
-        return AutoModel.from_config(config, attn_implementation="sdpa", dtype=torch.get_default_dtype())
+        tower = AutoModel.from_config(config, dtype=torch.get_default_dtype())
+        tower.patch_embed = PatchProduct(tower.patch_embed)
+        for block in tower.blocks:
+            block.attn = RotaryTowerAttention(block.attn)
+        return tower
 
     def encode(self, tower, images):
         pixels = torch.cat([image.pixel_values for image in images]).to(tower.dtype)
-        # The sizes stay on the host, which the tower asks for them in each layer.
         grids = torch.tensor([image.grid for image in images])
-        found = tower(pixels, grid_thw=grids, **_of_grids(tower, grids, pixels.device))
+        lengths = grids.prod(1)
+        ends = lengths.cumsum(0)
+        # Each in a tensor of its own, because a kernel has another variant for another alignment.
+        starts, ends = (send(each.int(), pixels.device) for each in (ends - lengths, ends))
+        ranges = ImageRanges(starts, ends, int(lengths.max()))
+        found = tower(pixels, grid_thw=grids, images=ranges, **_of_grids(tower, grids, pixels.device))
         return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", ())], dim=1)
 
     def num_patches(self, image):
@@ -76,7 +85,7 @@ class QwenVision(VisionSpec):
 
     def values_per_patch(self):
         tower = self.fields["vision_config"]
-        # Its RoPE turns queries and keys in float32.
+        # Each patch reads four rows of a table of positions, and weights them in float32.
         return 15 * tower["hidden_size"] + 2 * tower["intermediate_size"]
 
     def positions(self, starts, images, num_tokens):
@@ -119,7 +128,7 @@ def _of_grids(tower: Any, grids: torch.Tensor, device: torch.device) -> dict[str
     )
     positions = vision_utils.get_vision_position_ids(grids, merge)
     on_device = {"interp_indices": indices, "interp_weights": weights, "position_ids": positions}
-    found = {name: tensor.to(device, non_blocking=True) for name, tensor in on_device.items()}
+    found = {name: send(tensor, device) for name, tensor in on_device.items()}
     return found | {"cu_seqlens": vision_utils.get_vision_cu_seqlens(grids)}
 
 

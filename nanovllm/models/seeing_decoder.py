@@ -1,10 +1,11 @@
 """A decoder that sees images: rows of embeddings stand in for placeholder tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, cast
 
 from torch import Tensor
 
+from nanovllm.layers.backends.backend import AttentionBackend
 from nanovllm.layers.backends.image_attention import ImageAttention, ImageSpan
 from nanovllm.layers.layernorm import Normed
 from nanovllm.models.decoder import DecoderForCausalLM, DecoderModel
@@ -19,11 +20,14 @@ class ImageRows(NamedTuple):
         at: int64 [num_image_tokens], where in the batch the rows stand.
         rows: [num_image_tokens, row_size]: the row of each, and what it adds to the outputs of the first layers.
         spans: of each image that attends in both directions.
+        ends: int32 [num_tokens], where there are spans, the position behind the last key that each token of the batch
+            sees; else None.
     """
 
     at: Tensor
     rows: Tensor
     spans: Sequence[ImageSpan] = ()
+    ends: Tensor | None = None
 
 
 class SeeingModel(DecoderModel):
@@ -82,7 +86,7 @@ class SeeingDecoder(DecoderForCausalLM):
             self.vision = spec.make_tower().eval()
             vars(self)["checkpoint_prefixes"] = type(self).checkpoint_prefixes | spec.prefixes
 
-    def see_both_ways(self, kind: type[ImageAttention] = ImageAttention) -> None:
+    def see_both_ways(self, kind: Callable[[AttentionBackend], ImageAttention] = ImageAttention) -> None:
         """Let images attend in both directions, if the family's do: on top of the back end that each layer has now.
         kind: what computes that."""
         spec, layers = self.vision_spec, cast(Any, self.model.layers)

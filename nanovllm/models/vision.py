@@ -175,6 +175,13 @@ class VisionSpec(ABC):
         raise NotImplementedError
 
 
+def send(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor of the host on the device, in this dtype. It goes to a GPU through page-locked memory: from any other
+    the host would wait for all that the GPU has to do, and the GPU then for the host."""
+    tensor = tensor.to(dtype)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
 def load_processor(spec: VisionSpec, directory: str) -> Any:
     """Transformers' image processor of a checkpoint: the one that its processor_config.json or preprocessor_config.json
     describes, or the family's with its usual options if neither does. Raises ValueError, naming the file, if what that
@@ -192,8 +199,13 @@ def load_processor(spec: VisionSpec, directory: str) -> Any:
     if spec.always_this_processor:
         processor = usual.from_pretrained(directory)
     else:
-        # False, because None asks on standard input whether to run code of the checkpoint.
-        processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+        try:
+            # False, because None asks on standard input whether to run code of the checkpoint.
+            processor = transformers.AutoImageProcessor.from_pretrained(directory, trust_remote_code=False)
+        except ImportError:  # Older releases look for one with torchvision alone.
+            if not _named_processor(file).startswith(name):
+                raise
+            processor = usual.from_pretrained(directory)
     for option, value in needed.items():
         found = getattr(processor, option, value)
         if found != value and (not isinstance(value, dict) or dict(found) != value):
@@ -201,6 +213,12 @@ def load_processor(spec: VisionSpec, directory: str) -> Any:
                 f"{file}: {option}={quoted(found)}: must be {value!r}, as config.json's vision_config says"
             )
     return processor
+
+
+def _named_processor(file: Path) -> str:
+    """The class that a file of `_processor_file` names, "" if none."""
+    content = read_json(file)
+    return str(content.get("image_processor", content).get("image_processor_type", ""))
 
 
 def _processor_file(directory: str) -> Path | None:

@@ -12,6 +12,8 @@ import transformers
 from checkpoints import VOCAB_SIZE, edit_json, edit_tensors, has_transformers, make_tokenizer, random_prompt, randomize
 from transformers import AutoConfig, AutoModelForImageTextToText
 
+from nanovllm import SamplingParams
+
 IMAGE, BEGIN, END, VIDEO = 310, 311, 312, 313  # token ids
 MARK = "<|image_pad|>"
 _TEMPLATE = (
@@ -144,9 +146,12 @@ VISION_FAMILIES = {
 }
 
 
-def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
+def make_vision_checkpoint(directory: Path, family: str, seed: int = 0, **text: Any) -> Path:
+    """text: more fields of the text model."""
     row = VISION_FAMILIES[family]
-    parts = {"text_config": _TEXT | row.text, "vision_config": row.vision}
+    fields = _TEXT | row.text | text
+    vision = row.vision | ({"out_hidden_size": fields["hidden_size"]} if "out_hidden_size" in row.vision else {})
+    parts = {"text_config": fields, "vision_config": vision}
     config = AutoConfig.for_model(family, **parts, **row.fields, tie_word_embeddings=False)
     model = AutoModelForImageTextToText.from_config(config)
     randomize(model, seed)
@@ -155,7 +160,7 @@ def make_vision_checkpoint(directory: Path, family: str, seed: int = 0) -> Path:
             buffer.uniform_(0.5, 1.5, generator=torch.Generator().manual_seed(seed))
     model.save_pretrained(directory)
     if family == "qwen3_vl_moe":
-        edit_tensors(directory, lambda tensors: turn_experts(tensors, as_published=True))
+        edit_tensors(directory, lambda tensors: turn_experts(tensors, True, fields["hidden_size"]))
     name, options = row.processor
     getattr(transformers, name)(**options).save_pretrained(directory)
     if family == "gemma4_unified":  # whose own needs torchvision
@@ -179,12 +184,12 @@ def make_image_tokenizer(directory: Path) -> None:
     file.write_text(json.dumps(content))
 
 
-def turn_experts(tensors: dict[str, torch.Tensor], as_published: bool) -> None:
+def turn_experts(tensors: dict[str, torch.Tensor], as_published: bool, hidden_size: int = _TEXT["hidden_size"]) -> None:
     """Write Qwen3-VL's experts transposed, as they are published, or as transformers 5 holds them in memory and saves
     them."""
     for name, tensor in tensors.items():
         hidden_dim = {"gate_up_proj": 2, "down_proj": 1}.get(name.rpartition(".experts.")[2])
-        if hidden_dim and (tensor.shape[hidden_dim] == _TEXT["hidden_size"]) == as_published:
+        if hidden_dim and (tensor.shape[hidden_dim] == hidden_size) == as_published:
             tensors[name] = tensor.transpose(1, 2).contiguous()
 
 
@@ -219,6 +224,23 @@ def joined_patches(found: Any) -> dict[str, Any]:
         "image_position_ids": pad(places, batch_first=True, padding_value=-1),
         "num_soft_tokens_per_image": [len(place) for place in places],
     }
+
+
+def image_requests() -> list[tuple[dict, SamplingParams]]:
+    """Prompts for tests of bits. The first ends with an image. Two begin alike with one, in the middle of which a block
+    ends. A small one is in two. Of the last prompt, all rows have logits."""
+    sizes = ((48, 48), (128, 128), (128, 48), (16, 32))
+    images, requests = [draw_image(*size, seed=i) for i, size in enumerate(sizes)], []
+    prompts: tuple[tuple[int, ...], ...] = ((0,), (2, 3), (), (1,), (3,), (0, 2))
+    for number, chosen in enumerate(prompts):
+        tokens = random_prompt(9, 99, 300)
+        for _ in chosen:
+            tokens += [BEGIN, IMAGE, END, *random_prompt(3 * number, number, 300)]
+        tokens = tokens if number else tokens[:-1]
+        more: dict[str, Any] = {"prompt_logprobs": 0} if number == len(prompts) - 1 else {}
+        params = SamplingParams(number % 2, 20, ignore_eos=True, seed=number, logprobs=0, **more)
+        requests.append(({"prompt": tokens, "images": [images[i] for i in chosen]}, params))
+    return requests
 
 
 class VisionReference:

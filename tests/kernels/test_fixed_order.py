@@ -172,6 +172,30 @@ def test_so_it_has_by_hoppers_kernels(name, head_dim, block_size, tma, device, m
         torch.testing.assert_close(decoded, expected[chosen], **close)
 
 
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize("dtype", [HALF, torch.float32])
+def test_an_image_attends_in_both_directions_with_the_same_bits_wherever_a_step_begins(dtype, window, device):
+    """Tokens 30 to 119 see each other. Those around them are as without it."""
+    case, (start, end) = Case(dtype, device, lens=(200,)), (30, 120)
+    ends = torch.arange(1, 201, dtype=torch.int32, device=device)
+    ends[start:end] = end
+    _, whole = case.prefill(fixed_order_prefill, window=window, ends=ends)
+    _, causal = case.prefill(fixed_order_prefill, window=window)
+    assert torch.equal(whole[:start], causal[:start])
+    assert torch.equal(whole[end - 1 :], causal[end - 1 :])
+    for num_cached in (start, 101, end - 1):
+        rows, chunk = case.prefill(fixed_order_prefill, num_cached, window=window, ends=ends[num_cached:])
+        assert torch.equal(chunk, whole[rows]), num_cached
+    at = torch.arange(200, device=device)
+    is_seen = at[None] < ends[:, None]
+    if window is not None:
+        is_seen &= at[None] > at[:, None] - window
+    queries, keys, values = (x.float().transpose(0, 1) for x in (case.q, case.k, case.v))
+    options = {"attn_mask": is_seen, "scale": case.scale, "enable_gqa": True}
+    expected = torch.nn.functional.scaled_dot_product_attention(queries[None], keys[None], values[None], **options)
+    torch.testing.assert_close(whole, expected[0].transpose(0, 1).to(dtype), **rounding(dtype, 4, 200))
+
+
 def test_padding_of_a_decode_step_is_zero(device):
     case = Case(HALF, device, lens=(20,))
     context_lens = torch.zeros(2, dtype=torch.int32, device=device)

@@ -5,11 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from nanovllm.layers.backends.fixed_order_images import FixedOrderImageAttention
+from nanovllm.kernels import HAS_TRITON
+from nanovllm.layers.backends.fixed_order_images import fixed_order_images
 from nanovllm.layers.backends.fixed_order_torch import FixedOrderTorchBackend
+from nanovllm.layers.backends.fixed_order_triton import FixedOrderTritonBackend
 from nanovllm.layers.backends.image_attention import ImageAttention, ImageSpan
 from nanovllm.layers.backends.torch_backend import TorchBackend
 
+needs_interpreter = pytest.mark.skipif(not HAS_TRITON or torch.cuda.is_available(), reason="needs Triton's interpreter")
 BLOCK, NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 16, 4, 2, 32
 START, END, LENGTH = 40, 940, 970  # An image, and texts around it.
 
@@ -26,16 +29,23 @@ class Sequence:
         cached = torch.nn.functional.pad(torch.stack((self.k, self.v)), (0, 0, 0, 0, 0, -LENGTH % BLOCK))
         self.caches = cached.view(2, -1, BLOCK, NUM_KV_HEADS, HEAD_DIM)
 
+    @staticmethod
+    def ends(begin: int, end: int) -> torch.Tensor:
+        """The position behind the last key that each token sees."""
+        ends = torch.arange(begin + 1, end + 1, dtype=torch.int32)
+        ends[max(0, START - begin) : max(0, END - begin)] = END
+        return ends
+
     def attend(self, backend, window: int | None, begin: int, end: int = LENGTH) -> torch.Tensor:
         """Of the tokens from begin on, with those before them in the cache."""
         position = max(begin, START)
         span = ImageSpan(position - begin, END - position, position, 0, START)
         context = SimpleNamespace(
-            cu_seqlens_q=torch.tensor([0, end - begin]),
-            cu_seqlens_k=torch.tensor([0, end]),
+            cu_seqlens_q=torch.tensor([0, end - begin], dtype=torch.int32),
+            cu_seqlens_k=torch.tensor([0, end], dtype=torch.int32),
             max_seqlen_q=end - begin,
-            block_tables=torch.arange(self.caches.shape[1])[None] if begin else None,
-            images=SimpleNamespace(spans=[span] if position < END else []),
+            block_tables=torch.arange(self.caches.shape[1], dtype=torch.int32)[None] if begin else None,
+            images=SimpleNamespace(spans=[span], ends=self.ends(begin, end)) if position < END else None,
         )
         fields = {"scale": HEAD_DIM**-0.5, "window": window, "sinks": None, "kv_scales": None}
         layer = SimpleNamespace(**fields, k_cache=self.caches[0], v_cache=self.caches[1])
@@ -43,13 +53,21 @@ class Sequence:
         return backend.prefill(layer, self.q[tokens], self.k[tokens], self.v[tokens], context)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "close"),
+    [
+        (FixedOrderTorchBackend, torch.float32, {"rtol": 2e-5, "atol": 2e-6}),
+        (FixedOrderTorchBackend, torch.bfloat16, {"rtol": 2**-8, "atol": 2e-6}),
+        # Weights are rounded too.
+        pytest.param(FixedOrderTritonBackend, torch.float16, {"rtol": 2**-9, "atol": 2**-9}, marks=needs_interpreter),
+    ],
+)
 @pytest.mark.parametrize("window", [None, 200])  # For the image's last tokens many of its keys are outside.
-def test_an_image_has_the_same_bits_wherever_its_step_begins(window, dtype):
-    seq, backend = Sequence(dtype, dtype), FixedOrderImageAttention(FixedOrderTorchBackend())
+def test_an_image_has_the_same_bits_wherever_its_step_begins(window, backend, dtype, close):
+    seq, backend = Sequence(dtype, dtype), fixed_order_images(backend())
     whole = seq.attend(backend, window, 0)
     plain = Sequence(torch.float32, dtype).attend(ImageAttention(TorchBackend()), window, 0)
-    torch.testing.assert_close(whole.float(), plain, rtol=2e-5 if dtype == torch.float32 else 2**-8, atol=2e-6)
+    torch.testing.assert_close(whole.float(), plain, **close)
     for begin in (START, START + 400, END - 5, END - 1, END + 3):
         assert torch.equal(seq.attend(backend, window, begin), whole[begin:]), begin
     # A last layer computes last tokens alone: of a prompt that ends with an image, as those of one behind it.

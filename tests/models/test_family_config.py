@@ -362,6 +362,12 @@ TOWERS = {
     "Qwen3-VL-32B": 0.595,
     "Qwen3-VL-30B-A3B": 0.539,
     "Qwen3-VL-235B-A22B": 0.576,
+    "gemma-3-4b": 0.42,
+    "gemma-3-12b": 0.421,
+    "gemma-3-27b": 0.423,
+    "gemma-4-12B": 0.05,
+    "gemma-4-26B-A4B": 0.573,
+    "gemma-4-31B": 0.576,
 }
 
 

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import transformers
 from checkpoints import (
     VOCAB_SIZE,
     assert_idle,
@@ -26,6 +27,7 @@ from checkpoints import (
     random_prompt,
     skip_unless_known,
 )
+from fp8_checkpoints import BLOCKS, rounded
 from replay import Replay
 from thread_ranks import make_llm_of_ranks
 from vision_checkpoints import (
@@ -346,6 +348,51 @@ def test_experts_in_both_layouts(make_case, tmp_path):
         assert complete(llm, prompts, greedy(NUM_TOKENS)) == expected
 
 
+@needs_family("qwen3_vl_moe")
+def test_experts_in_fp8_with_scales_of_blocks(tmp_path):
+    """As Qwen3-VL-30B-A3B-Instruct-FP8 has them, those of a layer in one tensor, transposed, and their scales alike;
+    the same not transposed; and each expert's matrices apart, as other families' checkpoints have them."""
+    sizes = {"hidden_size": 128, "moe_intermediate_size": 384, "intermediate_size": 128, "head_dim": 64}
+    plain = make_vision_checkpoint(tmp_path / "plain", "qwen3_vl_moe", **sizes)
+    prompt = {"prompt": [5, BEGIN, IMAGE, END, 6, 7], "images": [draw_image(48, 48, seed=0)]}
+    answers, layout = {}, ""
+
+    def quantize(tensors):
+        for name in [name for name in tensors if ".language_model." in name and name.endswith(("proj", "proj.weight"))]:
+            matrix = tensors.pop(name)
+            if matrix.dim() == 2:
+                tensors[name], tensors[name + "_scale_inv"] = rounded(matrix, 128, 128)
+                continue
+            found = [rounded(each.t(), 128, 128) for each in matrix]  # [rows, columns] of each expert
+            if layout != "apart":
+                turned = [[x.t() if layout == "published" else x for x in each] for each in found]
+                values, scales = (torch.stack(x) for x in zip(*turned, strict=True))
+                tensors |= {name: values, name + "_scale_inv": scales}
+                continue
+            folder, _, stem = name.rpartition(".")
+            names = ["down_proj"] if stem == "down_proj" else ["gate_proj", "up_proj"]
+            for expert, (values, scales) in enumerate(found):
+                halves = zip(names, values.chunk(len(names)), scales.chunk(len(names)), strict=True)
+                for projection, part, scale in halves:
+                    own = f"{folder}.{expert}.{projection}.weight"
+                    tensors |= {own: part.contiguous(), own + "_scale_inv": scale.contiguous()}
+
+    for layout in ("published", "as transformers 5 holds them", "apart"):
+        path = shutil.copytree(plain, tmp_path / layout)
+        edit_tensors(path, quantize)
+        edit_json(
+            path / "config.json", quantization_config=BLOCKS | {"modules_to_not_convert": ["lm_head", "model.visual"]}
+        )
+        with make_llm(path) as llm:
+            (output,) = generate(llm, [prompt], greedy(8, logprobs=0))
+            answers[layout] = output["token_ids"], output["logprobs"]
+    assert answers["published"] == answers["as transformers 5 holds them"] == answers["apart"]
+    with make_llm(plain) as llm:  # Rounding to 8 bits changes little.
+        (output,) = generate(llm, [prompt], greedy(1, logprobs=0))
+    first, other = (next(iter(each[0].values())) for each in (output["logprobs"], answers["published"][1]))
+    assert first == pytest.approx(other, abs=0.5)
+
+
 def test_only_completions_can_be_asked_for(case):
     with make_llm(case.path) as llm, pytest.raises(TypeError, match=r"prompts\[0\]: has images: only completions"):
         llm.score(case.prompts[:1], [[1, 2]])
@@ -457,6 +504,22 @@ def test_image_processors(case, family, tmp_path):
         load_processor(spec, path)
 
 
+def test_an_image_processor_without_torchvision(case, tmp_path, monkeypatch):
+    """Older releases of transformers look for no processor without it."""
+    path = shutil.copytree(case.path, tmp_path / "model")
+    spec = find_vision(Config(str(path), device="cpu").hf_config)
+
+    def refuse(*args, **options):
+        raise ImportError("AutoImageProcessor requires the Torchvision library")
+
+    monkeypatch.setattr(transformers.AutoImageProcessor, "from_pretrained", refuse)
+    pixels = spec.process(load_processor(spec, path), case.images["wide"]).pixel_values
+    assert pixels.shape == (96, 3 * 2 * 8 * 8)
+    edit_json(path / "preprocessor_config.json", image_processor_type="AnotherImageProcessor")
+    with pytest.raises(ImportError, match="Torchvision"):
+        load_processor(spec, path)
+
+
 def test_a_published_shape_reads_images_without_a_file(no_network):
     """Pages in the size that its published processor gives them, which transformers' own would make smaller."""
     skip_unless_known("qwen3_vl")
@@ -467,6 +530,20 @@ def test_a_published_shape_reads_images_without_a_file(no_network):
         pixels = packed.arrays["pixel_values"].values
         assert (pixels.min(), pixels.max()) == (-1, 1)
     assert not reads_images("Qwen3-0.6B")
+
+
+@pytest.mark.parametrize(
+    ("name", "num_rows", "shape"),
+    [
+        pytest.param("gemma-3-4b", 256, (1, 3, 896, 896), marks=needs_family("gemma3")),
+        # Proportions are kept: of up to 280 rows, 19 lines of 14, which are 57 lines of 42 patches.
+        pytest.param("gemma-4-31B", 266, (1, 2520, 768), marks=needs_family("gemma4")),
+        pytest.param("gemma-4-12B", 266, (266, 6912), marks=needs_family("gemma4_unified")),
+    ],
+)
+def test_so_do_those_of_gemma(name, num_rows, shape, no_network):
+    packed = find_image_reader(name, None, None).read(draw_image(1000, 1400, seed=0))
+    assert (packed.num_rows, packed.arrays["pixel_values"].values.shape) == (num_rows, shape)
 
 
 def test_a_published_shape_answers_token_ids_with_images(no_network):

@@ -4,22 +4,17 @@ import math
 from functools import partial
 
 import pytest
-from checkpoints import VOCAB_SIZE, make_llm, needs_family, needs_transformers, random_prompt
+from checkpoints import VOCAB_SIZE, make_llm, needs_family, needs_transformers
 from replay import Replay
 from same_bits import answers, answers_alone
-from vision_checkpoints import BEGIN, END, IMAGE, VISION_FAMILIES, draw_image, make_vision_checkpoint
+from vision_checkpoints import VISION_FAMILIES, image_requests, make_vision_checkpoint
 
-from nanovllm import SamplingParams
-from nanovllm.engine import deterministic
 from nanovllm.engine.features.speculation import speculative_scheduler
 from nanovllm.utils.threads import torch_threads
 
 pytest.importorskip("PIL", reason="needs Pillow")
 pytestmark = needs_transformers("5")
 
-SIZES = ((48, 48), (128, 128), (128, 48), (16, 32))
-# Of each prompt, the images. Two begin alike with one, in the middle of which a block ends. A small one is in two.
-PROMPTS = ((0,), (2, 3), (), (1,), (3,), (0, 2))
 ENGINES: dict[str, dict] = {
     "chunks": {"max_num_batched_tokens": 75, "mixed_step_rows": 4},
     "preempted, speculation": {
@@ -27,20 +22,6 @@ ENGINES: dict[str, dict] = {
         **{"speculation": "suffix", "max_speculative_tokens": 3},
     },
 }
-
-
-def make_requests():
-    """The first ends with an image. Of the last one, all rows have logits."""
-    images, requests = [draw_image(*size, seed=i) for i, size in enumerate(SIZES)], []
-    for number, chosen in enumerate(PROMPTS):
-        tokens = random_prompt(9, 99, 300)
-        for _ in chosen:
-            tokens += [BEGIN, IMAGE, END, *random_prompt(3 * number, number, 300)]
-        tokens = tokens if number else tokens[:-1]
-        more = {"prompt_logprobs": 0} if number == len(PROMPTS) - 1 else {}
-        params = SamplingParams(number % 2, 20, ignore_eos=True, seed=number, logprobs=0, **more)
-        requests.append(({"prompt": tokens, "images": [images[i] for i in chosen]}, params))
-    return requests
 
 
 def each_case():
@@ -55,7 +36,7 @@ def test_a_prompt_with_images_has_the_same_bits_in_any_company(family, dtype, tm
     choose = lambda chances, num_seqs, pace: [len(each) for each in chances]  # noqa: E731
     monkeypatch.setattr(speculative_scheduler, "choose_counts", choose)
     monkeypatch.setattr(speculative_scheduler, "_MAX_LOOKING_SHARE", math.inf)  # on a busy machine too
-    path, requests = make_vision_checkpoint(tmp_path, family), make_requests()
+    path, requests = make_vision_checkpoint(tmp_path, family), image_requests()
     make = partial(make_llm, path, dtype=dtype, deterministic=True)
     with make(enable_prefix_caching=False) as llm:
         alone = answers_alone(llm, requests)
@@ -76,13 +57,3 @@ def test_a_prompt_with_images_has_the_same_bits_in_any_company(family, dtype, tm
                 assert llm.scheduler.num_preemptions > 0
                 stats = llm.stats()
                 assert 0 < stats["accepted_tokens"] < stats["proposed_tokens"]
-
-
-@needs_family("qwen3_vl")
-def test_a_gpu_refuses_images_and_leaves_out_the_tower(tmp_path, monkeypatch):
-    path = make_vision_checkpoint(tmp_path, "qwen3_vl")
-    monkeypatch.setattr(deterministic, "DEVICES_OF_IMAGES", ["another"])
-    with make_llm(path, deterministic=True) as llm:
-        assert "vision" not in dict(llm.model_runner.model.named_modules())
-        with pytest.raises(ValueError, match="need deterministic=False on a GPU, where no kernel attends to images"):
-            llm.generate([make_requests()[0][0]], use_tqdm=False)

@@ -15,7 +15,7 @@ from nanovllm.engine.features.windows.window_columns import WindowColumns
 from nanovllm.engine.inputs import DecodeInputs
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape, StepSizes
 from nanovllm.layers.backends.choice import select_backend, select_deterministic_backend
-from nanovllm.layers.backends.fixed_order_images import FixedOrderImageAttention
+from nanovllm.layers.backends.fixed_order_images import fixed_order_images
 from nanovllm.layers.backends.image_attention import ImageAttention
 from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.formats.fixed_order import FixedOrder
@@ -128,7 +128,7 @@ def build_model(config: Config, tp: TensorParallel, device: torch.device) -> Par
         columns.append(StateColumns(has_proposals=bool(config.speculation)))
     if isinstance(model, SeeingDecoder) and model.vision_spec is not None:
         columns.append(ImageColumns(model, config.dtype, device, max_model_len, config.deterministic))
-        model.see_both_ways(FixedOrderImageAttention if config.deterministic else ImageAttention)
+        model.see_both_ways(fixed_order_images if config.deterministic else ImageAttention)
     columns += config.features
     sizes_of_inputs = config.max_decode_rows, max_blocks, config.kvcache_block_size
     decode_inputs = DecodeInputs(*sizes_of_inputs, device, columns, num_mixed_rows)

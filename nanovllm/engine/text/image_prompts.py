@@ -11,7 +11,6 @@ import numpy as np
 import torch
 
 from nanovllm.config import Config
-from nanovllm.engine.deterministic import refuses_images
 from nanovllm.engine.features.images.image_sequence import PlacedImages
 from nanovllm.engine.images import ImageInput, ImagePrompt, load_processor
 from nanovllm.engine.text.image_reader import ImageReader
@@ -48,11 +47,6 @@ class ImagePrompts:
     def _spec(self) -> VisionSpec:
         """Raises ValueError, with the reason, if this engine accepts no images."""
         config, found = self._config, find_vision(self._config.hf_config)
-        if refuses_images(config):
-            raise ValueError(
-                "images: need deterministic=False on a GPU, where no kernel attends to images in a fixed order yet; on "
-                "a CPU they keep their bits"
-            )
         if found is None:
             if config.text_only:
                 raise ValueError(

@@ -92,13 +92,13 @@ def _attend_transposed(q, k, v, is_seen, acc, row_max, row_sum, scale_log2, MASK
 
 @triton.jit
 def _chunk(
-    q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, first_key, end_key, scale_log2,
+    q, positions, ends, k_ptr, v_ptr, table_ptr, k_stride, v_stride, first_key, end_key, scale_log2,
     HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr, WINDOW: tl.constexpr,
     SUM_BY_DOT: tl.constexpr,
 ):  # fmt: skip
-    """A softmax over the keys of one chunk: sums of values, largest score, and sum of weights. A row that sees none of
-    them has zeros and -inf. Scores are in units of log2."""
+    """A softmax over the keys of one chunk: sums of values, largest score, and sum of weights. A row sees keys that are
+    before its end. If it sees none, it has zeros and -inf. Scores are in units of log2."""
     dims = tl.arange(0, PADDED_DIM)
     acc = tl.zeros([TILE_ROWS, PADDED_DIM], dtype=tl.float32)
     row_max = tl.full([TILE_ROWS], float("-inf"), dtype=tl.float32)
@@ -116,7 +116,7 @@ def _chunk(
         inside = (keys < end_key)[:, None] & (dims < HEAD_DIM)[None, :]
         k = tl.load(k_ptr + tokens[:, None] * k_stride + dims[None, :], mask=inside, other=0.0)
         v = tl.load(v_ptr + tokens[:, None] * v_stride + dims[None, :], mask=inside, other=0.0)
-        is_seen = keys[None, :] <= positions[:, None]
+        is_seen = keys[None, :] < ends[:, None]
         if WINDOW is not None:
             is_seen &= keys[None, :] > positions[:, None] - WINDOW
         acc, row_max, row_sum = _attend(q, k, v, is_seen, acc, row_max, row_sum, scale_log2, SUM_BY_DOT)
@@ -138,7 +138,7 @@ def _merge(acc, row_max, row_sum, next_acc, next_max, next_sum):
 
 @triton.jit(do_not_specialize=["table_stride"])
 def _prefill_kernel(
-    out_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr, sinks_ptr,
+    out_ptr, q_ptr, k_ptr, v_ptr, cu_seqlens_q_ptr, cu_seqlens_k_ptr, block_tables_ptr, sinks_ptr, ends_ptr,
     q_stride, k_stride, v_stride, table_stride, scale_log2,
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr, CHUNK: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -158,8 +158,12 @@ def _prefill_kernel(
     tokens = (q_start + queries).to(tl.int64)
     q = tl.load(q_ptr + tokens[:, None] * q_stride + heads[:, None] * HEAD_DIM + dims[None, :], mask=inside, other=0.0)
     positions = len_k - len_q + queries
+    ends = positions + 1
     last_query = tl.minimum((tile * TILE_ROWS + TILE_ROWS - 1) // GROUP, len_q - 1)
     end_key = len_k - len_q + last_query + 1
+    if ends_ptr is not None:
+        ends = tl.load(ends_ptr + tokens, mask=queries < len_q, other=0)
+        end_key = tl.max(ends, 0)
     k_ptr += kv_head * HEAD_DIM
     v_ptr += kv_head * HEAD_DIM
     table_ptr = block_tables_ptr + seq * table_stride
@@ -178,7 +182,7 @@ def _prefill_kernel(
         first_key = tl.maximum(first_seen, 0) // CHUNK * CHUNK
     for start in range(first_key, end_key, CHUNK):
         next_acc, next_max, next_sum = _chunk(
-            q, positions, k_ptr, v_ptr, table_ptr, k_stride, v_stride, start, end_key, scale_log2,
+            q, positions, ends, k_ptr, v_ptr, table_ptr, k_stride, v_stride, start, end_key, scale_log2,
             HEAD_DIM, PADDED_DIM, TILE_ROWS, TILE_KEYS, CHUNK, BLOCK_SIZE, PAGED, WINDOW, SUM_BY_DOT,
         )  # fmt: skip
         acc, row_max, row_sum = _merge(acc, row_max, row_sum, next_acc, next_max, next_sum)
@@ -210,8 +214,8 @@ def _decode_chunks_kernel(
     positions = tl.full([TILE_ROWS], 0, tl.int32) + num_keys - 1
     stride = NUM_KV_HEADS * HEAD_DIM
     acc, row_max, row_sum = _chunk(
-        q, positions, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM, block_tables_ptr + row * table_stride,
-        stride, stride, chunk * CHUNK, num_keys, scale_log2,
+        q, positions, positions + 1, k_ptr + kv_head * HEAD_DIM, v_ptr + kv_head * HEAD_DIM,
+        block_tables_ptr + row * table_stride, stride, stride, chunk * CHUNK, num_keys, scale_log2,
         HEAD_DIM, PADDED_DIM, TILE_ROWS, TILE_KEYS, CHUNK, BLOCK_SIZE, True, WINDOW, SUM_BY_DOT,
     )  # fmt: skip
     at = (row * NUM_CHUNKS + chunk) * (NUM_KV_HEADS * GROUP) + heads
@@ -339,8 +343,10 @@ def fixed_order_prefill(
     scale: float,
     window: int | None = None,
     sinks: Tensor | None = None,
+    ends: Tensor | None = None,
 ) -> Tensor:
-    """As `paged_prefill`, whose arguments these are, over caches of q's dtype."""
+    """As `paged_prefill`, whose arguments these are, over caches of q's dtype. ends: int32 `[num_tokens]`, the position
+    behind the last key that each token sees, as images have that attend in both directions; None: behind its own."""
     paged = block_tables is not None
     keys, values = (k_cache, v_cache) if paged else (k, v)
     check_layout(q, keys, values, paged, None)
@@ -353,7 +359,7 @@ def fixed_order_prefill(
     grid = (num_kv_heads, cu_seqlens_q.numel() - 1, triton.cdiv(max_seqlen_q * group, sizes["TILE_ROWS"]))
     tables = cu_seqlens_k if block_tables is None else block_tables  # It is not read without a table.
     launcher(_prefill_kernel, grid)(
-        out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables, sinks,
+        out, q, keys, values, cu_seqlens_q, cu_seqlens_k, tables, sinks, ends,
         q.stride(0), keys.stride(-3), values.stride(-3), tables.stride(0) if paged else 0, scale * math.log2(math.e),
         NUM_KV_HEADS=num_kv_heads, GROUP=group, PAGED=paged, BLOCK_SIZE=keys.shape[1] if paged else CHUNK,
         **sizes,

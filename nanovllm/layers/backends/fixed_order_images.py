@@ -1,16 +1,36 @@
-"""Images that attend in both directions, with the same bits in each step: of `deterministic=True` on a CPU."""
+"""Images that attend in both directions, with the same bits in each step: of `deterministic=True`."""
 
 import numpy as np
 import torch
 
+from nanovllm.layers.backends.backend import AttentionBackend
 from nanovllm.layers.backends.fixed_order_torch import SCORES_AT_ONCE, attend_rows, padded
+from nanovllm.layers.backends.fixed_order_triton import FixedOrderTritonBackend
 from nanovllm.layers.backends.image_attention import ImageAttention
 
 
+def fixed_order_images(backend: AttentionBackend) -> ImageAttention:
+    """Over a back end that is batch-invariant."""
+    if isinstance(backend, FixedOrderTritonBackend):
+        return FixedOrderTritonImages(backend)
+    return FixedOrderImageAttention(backend)
+
+
+class FixedOrderTritonImages(ImageAttention):
+    """On a GPU: the back end's own kernel, in which an image's tokens see keys up to the image's end."""
+
+    def prefill(self, layer, q, k, v, context):
+        # Of last tokens alone: the last one of an image sees no later key anyway.
+        images = None if context.max_seqlen_q == 1 else context.images
+        ends = {} if images is None else {"ends": images.ends}
+        return self._backend.prefill(layer, q, k, v, context, **ends)
+
+
 class FixedOrderImageAttention(ImageAttention):
-    """Each token of an image is a row of its own, as in `FixedOrderTorchBackend`. Its keys begin and end where those of
-    its image do, whichever of the image's tokens a step computes: those from the first one that a token of the image
-    sees, padded to a number that follows from how many they are. A mask hides what is outside the token's window."""
+    """On a CPU. Each token of an image is a row of its own, as in `FixedOrderTorchBackend`. Its keys begin and end
+    where those of its image do, whichever of the image's tokens a step computes: those from the first one that a token
+    of the image sees, padded to a number that follows from how many they are. A mask hides what is outside the token's
+    window."""
 
     def _attend(self, layer, q, k, v, context, span, out):
         # The last token sees no later key, and the back end has computed it. In a step of last tokens alone it does so

@@ -31,9 +31,10 @@ class FixedOrderTritonBackend(AttentionBackend):
         of_rows = sizes.max_rows, shape.num_heads, shape.head_dim
         self.workspace = FixedOrderWorkspace(*of_rows, sizes.max_model_len, shape.device)
 
-    def prefill(self, layer, q, k, v, context):
+    def prefill(self, layer, q, k, v, context, ends=None):
+        """ends: as of `fixed_order_prefill`."""
         lengths = context.cu_seqlens_q, context.cu_seqlens_k, context.max_seqlen_q
-        options = context.block_tables, layer.scale, layer.window, layer.sinks
+        options = context.block_tables, layer.scale, layer.window, layer.sinks, ends
         return fixed_order_prefill(q, k, v, layer.k_cache, layer.v_cache, *lengths, *options)
 
     def decode(self, layer, q, context):

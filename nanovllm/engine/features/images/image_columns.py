@@ -12,7 +12,7 @@ from nanovllm.engine.features.images.image_sequence import ImageSequence, Placed
 from nanovllm.engine.step import Rows, Step
 from nanovllm.layers.backends.image_attention import ImageSpan
 from nanovllm.models.seeing_decoder import ImageRows, SeeingDecoder
-from nanovllm.models.vision import ProcessedImage
+from nanovllm.models.vision import ProcessedImage, send
 
 
 class _Piece(NamedTuple):
@@ -132,6 +132,11 @@ class ImageColumns(Columns):
                     _plan(work.encoded, known, placed, piece, key if stop < placed.end else None)
         step.extras["images"] = work
         arrays = {"image_rows": np.concatenate(at)} if at else {}
+        if work.spans:
+            ends = rows.positions + 1
+            for span in work.spans:
+                ends[span.row : span.row + span.length] = span.end
+            arrays["image_ends"] = ends.astype(np.int32)
         if self._spec.has_axes:
             arrays["rope_axes"] = self._positions(step, rows)
         return arrays
@@ -154,7 +159,8 @@ class ImageColumns(Columns):
             return {}
         fields: ContextFields = {}
         if work.num_rows:
-            fields["images"] = ImageRows(arrays["image_rows"], self._rows(work), work.spans)
+            at, ends = arrays["image_rows"], arrays.get("image_ends")
+            fields["images"] = ImageRows(at, self._rows(work), work.spans, ends)
         if self._spec.has_axes:
             fields |= self._rotation(arrays["rope_axes"])
         return fields
@@ -192,8 +198,8 @@ class ImageColumns(Columns):
         return rows
 
     def _send(self, image: ProcessedImage) -> ProcessedImage:
-        pixels = image.pixel_values.to(self._device, self._dtype, non_blocking=True)
-        extra = {name: array.to(self._device, non_blocking=True) for name, array in image.extra.items()}
+        pixels = send(image.pixel_values, self._device, self._dtype)
+        extra = {name: send(array, self._device) for name, array in image.extra.items()}
         return image._replace(pixel_values=pixels, extra=extra)
 
     def _batches(self, encoded: list[_Encoded]) -> Iterator[list[_Encoded]]:
