@@ -33,6 +33,16 @@ else:
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as SharedDescriptor
 
         store_wait = tma.store_wait
+        # What kernels read of the two modules when they are defined, or not before they are compiled.
+        for name in (
+            "warp_specialize",
+            "NVMMADistributedLayout",
+            "NVMMASharedLayout",
+            "inline_asm_elementwise",
+            "atomic_add",
+        ):
+            getattr(gl, name)
+        gluon.constexpr_function  # noqa: B018
         # The second names are those of Triton 3.6.
         barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier
         async_load = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared

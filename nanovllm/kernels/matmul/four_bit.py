@@ -130,8 +130,8 @@ def decode_small(packed, PLACE: tl.constexpr):
 @triton.jit
 def small_scale_of(stored):
     """2^62 times a scale of e2m1 numbers, in bfloat16, for `decode_small`: their product lacks 2^64, and has room for
-    scales from 2^-62 to 2^65."""
-    return ((stored.to(tl.int32) + 62) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    scales from 2^-62 to 2^65. Larger ones become infinite."""
+    return (tl.minimum(stored.to(tl.int32) + 62, 255) << 7).to(tl.int16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from nanovllm.kernels.triton_stub import tl, triton
 E4M3 = torch.float8_e4m3fn
 GROUP = BLOCK
 _E4M3_MAX = 448.0
-# Columns of a row, and rows, from which on a program quantizes several rows.
+# Up to so many columns, and from so many rows on, a program quantizes several rows.
 _SHORT, _MANY_ROWS = 1024, 8192
 _SMALLEST_SCALE = 1e-37  # The inverse of a smaller one overflows, or it is flushed to zero.
 

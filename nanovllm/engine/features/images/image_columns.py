@@ -169,7 +169,9 @@ class ImageColumns(Columns):
         self._spec.encode(self._tower, self._spec.largest_images(self.max_patches, self._dtype, self._device))
         at = torch.arange(num_tokens, device=self._device)
         rows = torch.zeros(num_tokens, self._spec.row_size, dtype=self._dtype, device=self._device)
-        fields: ContextFields = {"images": ImageRows(at, rows)}
+        # For the kernel that a step with images launches. Only the first key is in all sequences.
+        ends = torch.ones_like(at, dtype=torch.int32) if self._spec.is_bidirectional else None
+        fields: ContextFields = {"images": ImageRows(at, rows, ends=ends)}
         return fields | self._rotation(torch.zeros_like(at).expand(3, -1)) if self._spec.has_axes else fields
 
     def _rotation(self, positions: Tensor) -> ContextFields:
