@@ -120,7 +120,8 @@ class Launch(NamedTuple):
         options = self.options
         if self.name in ("_paged_prefill_kernel", "_both_ways_kernel"):
             tiles = PrefillTiles(*(options[name] for name in ("TILE_ROWS", "TILE_KEYS", "num_warps", "num_stages")))
-            return tiles.shared_bytes(options["PADDED_DIM"], self.dtypes[1].itemsize, device)
+            padded_dim = options.get("PADDED_DIM") or options["MAIN"] + options["REST"]
+            return tiles.shared_bytes(padded_dim, self.dtypes[1].itemsize, device)
         if self.name == "_experts_kernel":
             config = TileConfig(*(options[name] for name in ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")))
             itemsize = self.args[0].dtype.itemsize

@@ -78,7 +78,7 @@ def _attend(
 def _both_ways_kernel(
     out_ptr, q_ptr, k_ptr, v_ptr, starts_ptr, ends_ptr, q_stride, k_stride, v_stride, scale_log2,
     NUM_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
-    PADDED_DIM: tl.constexpr, TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
+    TILE_ROWS: tl.constexpr, TILE_KEYS: tl.constexpr,
 ):  # fmt: skip
     REST_TILE: tl.constexpr = REST if REST > 0 else 16
     tile, head, image = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -157,7 +157,7 @@ def _launch_both_ways(q, k, v, starts, ends, max_length, scale):
     grid = (triton.cdiv(max_length, tiles.rows), num_heads, len(starts))
     launcher(_both_ways_kernel, grid)(
         out, q, k, v, starts, ends, q.stride(0), k.stride(0), v.stride(0), scale * math.log2(math.e),
-        NUM_HEADS=num_heads, HEAD_DIM=head_dim, MAIN=main, REST=rest, PADDED_DIM=main + rest,
-        TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys, num_warps=tiles.num_warps, num_stages=tiles.num_stages,
+        NUM_HEADS=num_heads, HEAD_DIM=head_dim, MAIN=main, REST=rest, TILE_ROWS=tiles.rows, TILE_KEYS=tiles.keys,
+        num_warps=tiles.num_warps, num_stages=tiles.num_stages,
     )  # fmt: skip
     return out
