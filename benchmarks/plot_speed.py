@@ -33,7 +33,7 @@ def collect_shares() -> dict[tuple[str, int], dict[str, dict[str, float]]]:
     shares: dict = {}
     for row in json.loads((DOCS / "data/peers.json").read_text())["rows"]:
         model, gpus, workload = row["model"], row["gpus"], row["workload"]
-        if workload == LEFT_OUT:
+        if (model, gpus) not in PANELS or "quantization" in row or workload == LEFT_OUT:
             continue
         plain, extra = (runs[install, model, gpus][workload] for install in ("plain", "extra"))
         seconds = {PLAIN: median(plain["passes_s"]), EXTRA: median(extra["passes_s"])}
