@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from four_bit_weights import KINDS, distance, make_four_bit
 from products import problem
 
-from nanovllm.kernels.experts import four_bit_experts, four_bit_experts_gemv
+from nanovllm.kernels.experts import four_bit_experts, four_bit_experts_gemv, mxfp4_experts_gemv
 from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route, sort_by_expert
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
 from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
@@ -288,6 +288,11 @@ def test_experts(kind, num_experts, top_k, hidden, intermediate, group):
             hidden_values = four_bit_experts_gemv.gate_up(x, norm, 1e-6, experts, gate_up, biases[0], configs[0])
             options = experts, shares, down, biases[1], out.clone(), True, configs[1]
             assert distance(four_bit_experts_gemv.down(hidden_values, *options), expected) < 0.01
+        if kind == "e2m1" and num_tokens <= four_bit_experts_gemv.MAX_TOKENS:
+            configs = [mxfp4_experts_gemv.Mxfp4ExpertsConfig(*each) for each in ((8, 1024, 2), (4, 512, 4))]
+            hidden_values = mxfp4_experts_gemv.gate_up(x, norm, 1e-6, experts, gate_up, biases[0], configs[0])
+            options = experts, shares, down, biases[1], out.clone(), True, configs[1]
+            assert distance(mxfp4_experts_gemv.down(hidden_values, *options), expected) < 0.01
         order, starts = sort_by_expert(experts, num_experts)
         arranged = rms_norm_arrange(x, norm, 1e-6)
         hidden_values = four_bit_experts.gate_up(arranged, order, starts, gate_up, biases[0], None)

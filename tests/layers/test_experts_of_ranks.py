@@ -25,12 +25,14 @@ from nanovllm.layers.matmul.candidates import (
     Dequantized,
     FourBitExperts,
     FourBitExpertsGemv,
+    Mxfp4ExpertsGemv,
     dequantized,
     expert_tiles,
     experts_gemv,
     four_bit_experts,
     four_bit_experts_gemv,
     grouped_experts,
+    mxfp4_experts_gemv,
 )
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
@@ -45,9 +47,11 @@ NUM_EXPERTS, TOP_K, NUM_TOKENS = 6, 3, 4
 # The third rank of these has no work, the second none of the last token.
 RANKS = range(2), range(2, 4), range(4, 6)
 MODULES = dequantized, expert_tiles, experts_gemv, four_bit_experts, four_bit_experts_gemv, grouped_experts
+MODULES += (mxfp4_experts_gemv,)
 TILES, GEMV = ((16, 16, 16, 4, 2), (16, 32, 16, 4, 2)), ((16, 64, 2), (16, 64, 2))
 IN_FP8 = (16, 32, 32, 4, 2), (16, 32, 32, 4, 2)
 TILES_4BIT, GEMV_4BIT = ((16, 32, 64, 2, 3), (16, 32, 64, 2, 3)), ((16, 1, 3), (16, 2, 3))
+GEMV_MXFP4 = (16, 64, 2), (16, 32, 2)
 GROUPED = (64, 16, 32, 4, 2), (64, 32, 32, 4, 3)
 QUACK = (128, 256, (1, 1), False), (128, 192, (2, 1), True)
 # What inputs that are rounded to fp8, or are not, change of a sum.
@@ -66,6 +70,7 @@ CASES = {
     "few tokens, int4": (FourBitExpertsGemv(), GEMV_4BIT, Int4(), (64, 32), FLOAT16),
     "tiles, mxfp4": (FourBitExperts(), (), Mxfp4(), (96, 64), FLOAT16),
     "few tokens, mxfp4": (FourBitExpertsGemv(), GEMV_4BIT, Mxfp4(), (32, 128), FLOAT16),
+    "few tokens, mxfp4, plain": (Mxfp4ExpertsGemv(), GEMV_MXFP4, Mxfp4(), (96, 64), FLOAT16),
     "dequantized": (Dequantized(), TILES, Mxfp4(), (64, 32), FLOAT16),
     "grouped": (GroupedExperts(), GROUPED, Unquantized(), (72, 24), FLOAT16),
     "grouped, fp8": (GroupedExperts(), GROUPED, Fp8(), (64, 48), ROUNDED),

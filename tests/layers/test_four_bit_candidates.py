@@ -25,6 +25,7 @@ from nanovllm.layers.matmul.candidates import (
     FourBitHopper,
     FourBitTiles,
     Int4Gemv,
+    Mxfp4ExpertsGemv,
     dequantized,
     expert_tiles,
     four_bit_experts,
@@ -32,6 +33,7 @@ from nanovllm.layers.matmul.candidates import (
     four_bit_gemv,
     four_bit_tiles,
     int4_gemv,
+    mxfp4_experts_gemv,
 )
 from nanovllm.layers.matmul.candidates import four_bit_hopper as hopper_candidate
 from nanovllm.layers.matmul.candidates.four_bit import four_bit
@@ -47,7 +49,7 @@ DEVICE = torch.device("cpu")
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     modules = four_bit_experts, four_bit_experts_gemv, four_bit_gemv, four_bit_tiles, int4_gemv
-    launch_everywhere(monkeypatch, *modules)
+    launch_everywhere(monkeypatch, *modules, mxfp4_experts_gemv)
 
 
 def assert_close(found, expected) -> None:
@@ -93,14 +95,17 @@ def test_more_tokens_than_a_program_has_registers_for_are_left_to_others(kernels
     assert not candidate.supports(asked.key._replace(format="bfloat16"), weight)
 
 
-@pytest.mark.parametrize("format", FORMATS.values(), ids=FORMATS)
+EXPERTS = [
+    (FourBitExperts(), ()),
+    (FourBitExperts(), ((16, 32, 64, 2, 3), (16, 64, 128, 2, 3))),
+    (FourBitExpertsGemv(), ((16, 1, 3), (16, 2, 3))),
+    (Mxfp4ExpertsGemv(), ((16, 32, 1), (16, 32, 2))),
+]
+
+
 @pytest.mark.parametrize(
-    ("candidate", "constants"),
-    [
-        (FourBitExperts(), ()),
-        (FourBitExperts(), ((16, 32, 64, 2, 3), (16, 64, 128, 2, 3))),
-        (FourBitExpertsGemv(), ((16, 1, 3), (16, 2, 3))),
-    ],
+    ("candidate", "constants", "format"),
+    [(*each, format) for each in EXPERTS for format in FORMATS.values() if format.name in each[0].formats],
 )
 def test_experts(candidate, constants, format, kernels_everywhere):
     num_experts, top_k, hidden_size, intermediate = 4, 2, 64, 32

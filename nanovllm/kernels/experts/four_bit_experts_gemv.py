@@ -114,12 +114,8 @@ def gate_up(
 
     Returns: `[num_tokens * top_k, intermediate]`; rows of pairs without an expert mean nothing.
     """
+    check_gate_up(x, norm_weight, experts, weight, bias)
     num_experts, num_rows, K = weight.shape
-    _check(x, experts, weight, bias)
-    if x.shape != (len(experts), K) or num_rows % 2:
-        raise ValueError(f"x must be [{len(experts)}, {K}], and weight have an even number of rows, not {num_rows}")
-    if norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE or x.dtype != torch.bfloat16):
-        raise ValueError(f"norm_weight must be [{K}] of at most {MAX_NORM_SIZE} for an x in bfloat16, not in {x.dtype}")
     N = num_rows // 2
     rows, num_warps, num_stages = config
     y = torch.empty(experts.numel(), N, dtype=x.dtype, device=x.device)
@@ -197,15 +193,9 @@ def down(
     weight: `[num_experts, hidden_size, intermediate]`.
     out: `[num_tokens, hidden_size]` of x's dtype, rows contiguous. Returned.
     """
+    check_down(x, experts, weights, weight, bias, out)
     num_experts, N, K = weight.shape
-    _check(x, experts, weight, bias)
     num_tokens, top_k = experts.shape
-    if x.shape != (num_tokens * top_k, K) or not x.is_contiguous():
-        raise ValueError(f"x must be a contiguous [{num_tokens * top_k}, {K}], not {list(x.shape)}")
-    if weights.shape != experts.shape or weights.dtype != torch.float32 or not weights.is_contiguous():
-        raise ValueError(f"weights must be a contiguous float32 {list(experts.shape)}, not {list(weights.shape)}")
-    if out.shape != (num_tokens, N) or out.stride(1) != 1 or out.dtype != x.dtype:
-        raise ValueError(f"out must be [{num_tokens}, {N}] with contiguous rows, not {list(out.shape)} {out.dtype}")
     rows, num_warps, num_stages = config
     slots = triton.next_power_of_2(top_k)
     num_warps = max(num_warps, slots)
@@ -216,6 +206,29 @@ def down(
         COMPILED=x.is_cuda, num_warps=num_warps, num_stages=num_stages,
     )  # fmt: skip
     return out
+
+
+def check_gate_up(x: Tensor, norm_weight: Tensor | None, experts: Tensor, weight: FourBit, bias: Tensor | None) -> None:
+    """Raise ValueError, beginning with the argument's name, for what `gate_up` cannot compute."""
+    _, num_rows, K = weight.shape
+    _check(x, experts, weight, bias)
+    if x.shape != (len(experts), K) or num_rows % 2:
+        raise ValueError(f"x must be [{len(experts)}, {K}], and weight have an even number of rows, not {num_rows}")
+    if norm_weight is not None and (norm_weight.shape != (K,) or K > MAX_NORM_SIZE or x.dtype != torch.bfloat16):
+        raise ValueError(f"norm_weight must be [{K}] of at most {MAX_NORM_SIZE} for an x in bfloat16, not in {x.dtype}")
+
+
+def check_down(x: Tensor, experts: Tensor, weights: Tensor, weight: FourBit, bias: Tensor | None, out: Tensor) -> None:
+    """Raise ValueError, beginning with the argument's name, for what `down` cannot compute."""
+    _, N, K = weight.shape
+    _check(x, experts, weight, bias)
+    num_tokens, top_k = experts.shape
+    if x.shape != (num_tokens * top_k, K) or not x.is_contiguous():
+        raise ValueError(f"x must be a contiguous [{num_tokens * top_k}, {K}], not {list(x.shape)}")
+    if weights.shape != experts.shape or weights.dtype != torch.float32 or not weights.is_contiguous():
+        raise ValueError(f"weights must be a contiguous float32 {list(experts.shape)}, not {list(weights.shape)}")
+    if out.shape != (num_tokens, N) or out.stride(1) != 1 or out.dtype != x.dtype:
+        raise ValueError(f"out must be [{num_tokens}, {N}] with contiguous rows, not {list(out.shape)} {out.dtype}")
 
 
 def _check(x: Tensor, experts: Tensor, weight: FourBit, bias: Tensor | None) -> None:

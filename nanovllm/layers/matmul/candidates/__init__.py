@@ -18,6 +18,7 @@ from nanovllm.layers.matmul.candidates.fused_silu import FusedSilu
 from nanovllm.layers.matmul.candidates.gemv import Gemv
 from nanovllm.layers.matmul.candidates.grouped_experts import GroupedExperts
 from nanovllm.layers.matmul.candidates.int4_gemv import Int4Gemv
+from nanovllm.layers.matmul.candidates.mxfp4_experts_gemv import Mxfp4ExpertsGemv
 from nanovllm.layers.matmul.candidates.onednn import Onednn
 from nanovllm.layers.matmul.candidates.quack import Quack
 from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
@@ -28,7 +29,7 @@ from nanovllm.layers.matmul.candidates.split_k import SplitK
 ALL: tuple[type[Candidate], ...] = (
     *(Cublas, ScaledMm, Dequantized, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
     *(Int4Gemv, FourBitGemv, FourBitTiles, FourBitHopper, FourBitExperts, FourBitExpertsGemv),
-    GroupedExperts,
+    *(GroupedExperts, Mxfp4ExpertsGemv),
 )
 
 
@@ -38,5 +39,5 @@ def make_candidates(device: torch.device | None = None, quack: Quack | None = No
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
         candidates += [Int4Gemv(), FourBitGemv(device), FourBitTiles(device), FourBitHopper(device)]
-        candidates += [FourBitExperts(), FourBitExpertsGemv(), GroupedExperts()]
+        candidates += [FourBitExperts(), FourBitExpertsGemv(), Mxfp4ExpertsGemv(), GroupedExperts()]
     return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]
