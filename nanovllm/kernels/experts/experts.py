@@ -53,7 +53,8 @@ from nanovllm.kernels.triton_stub import TensorDescriptor, tl, triton
 
 _E4M3 = torch.float8_e4m3fn
 MAX_EXPERTS = 1024  # What one program sorts and compares at once.
-_ROUTE_ELEMENTS = 2048  # logits of a program of `route`
+_ROUTE_ELEMENTS = 512  # logits of a program of `route`, which is one warp: rows of several pass through shared memory
+_PLACES = tl.constexpr(2**16 - 1)  # more than MAX_EXPERTS
 # Pairs that a program of `sort_by_expert` reads at once at most, and those that a warp reads.
 _SORT_BLOCK, _SORT_WARP = 4096, 512
 
@@ -107,17 +108,30 @@ def _route_kernel(
     inside = (token < num_tokens)[:, None]
     offset = token.to(tl.int64)[:, None] * logits_stride + column
     is_expert = column < num_experts
-    left = tl.load(logits + offset, mask=inside & is_expert, other=0.0).to(tl.float32)
-    left = tl.where(is_expert, left, -float("inf"))
-    highest = tl.max(left, axis=1, keep_dims=True)
-    total = tl.sum(tl.exp(left - highest), axis=1, keep_dims=True)
+    logit = tl.load(logits + offset, mask=inside & is_expert, other=0.0)
+    logit = tl.where(logit == 0, tl.zeros_like(logit), logit)  # No zero is below another.
+    # A logit and its place in one integer: of equal logits, the first has the highest. With integers the highest of a
+    # warp is one instruction, if they have 32 bits.
+    BITS: tl.constexpr = tl.int16 if logit.dtype.primitive_bitwidth == 16 else tl.int32
+    KEY: tl.constexpr = tl.int32 if logit.dtype.primitive_bitwidth == 16 else tl.int64
+    MASK: tl.constexpr = 2 ** (logit.dtype.primitive_bitwidth - 1) - 1
+    bits = logit.to(BITS, bitcast=True).to(KEY)
+    left = (tl.where(bits < 0, bits ^ MASK, bits) << 16) + (_PLACES - column)
+    LOWEST: tl.constexpr = -(2 ** (logit.dtype.primitive_bitwidth + 15))
+    left = tl.where(is_expert, left, LOWEST)
+    highest = tl.zeros([TOKENS, 1], tl.float32)
     chosen = tl.zeros([TOKENS, SLOTS], tl.int32)
     weight = tl.zeros([TOKENS, SLOTS], tl.float32)
     for s in tl.static_range(TOP_K):
-        value, expert = tl.max(left, axis=1, return_indices=True, keep_dims=True)
-        chosen = tl.where(slot == s, expert, chosen)
+        best = tl.max(left, axis=1, keep_dims=True)
+        left = tl.where(left == best, LOWEST, left)
+        bits = best >> 16
+        value = tl.where(bits < 0, bits ^ MASK, bits).to(BITS).to(logit.dtype, bitcast=True).to(tl.float32)
+        if s == 0:
+            highest = value
+        chosen = tl.where(slot == s, _PLACES - (best & _PLACES).to(tl.int32), chosen)
         weight = tl.where(slot == s, tl.exp(value - highest), weight)
-        left = tl.where(column == expert, -float("inf"), left)
+    total = tl.sum(tl.where(is_expert, tl.exp(logit.to(tl.float32) - highest), 0.0), axis=1, keep_dims=True)
     if NORMALIZE:
         total = tl.sum(weight, axis=1, keep_dims=True)
     # Rows that are not finite may choose any number.
@@ -172,8 +186,7 @@ def route(
     launcher(_route_kernel, (triton.cdiv(num_tokens, tokens),), has_pdl(logits.device))(
         logits, scales, context_lens, experts, weights, num_tokens, logits.stride(0), num_experts,
         *first_and_number(mine, num_experts), TOP_K=top_k, SLOTS=triton.next_power_of_2(top_k), PADDED_EXPERTS=padded,
-        TOKENS=tokens, NORMALIZE=normalize,
-        num_warps=4,
+        TOKENS=tokens, NORMALIZE=normalize, num_warps=1,
     )  # fmt: skip
     return experts, weights
 
