@@ -17,7 +17,7 @@ TAPS = 4  # of the kernels, as all published models have
 L2_EPS = 1e-6  # that of the published models, which their configurations do not name
 _L2_EPS = tl.constexpr(L2_EPS)
 _ROW_TILE = 512  # channels of a program of a decode step
-_CHUNK_TILE = 1024  # of a prefill
+_CHUNK_TILE = 512  # of a prefill
 
 
 def convolve_torch(windows: Tensor, weight: Tensor, key_dim: int, num_key_heads: int) -> Tensor:
@@ -33,7 +33,9 @@ def convolve_torch(windows: Tensor, weight: Tensor, key_dim: int, num_key_heads:
 
 @triton.jit
 def silu(x):
-    return x / (1.0 + tl.exp(-x))
+    # exp2 and the square of a reciprocal root take half the instructions of exp and a division.
+    root = tl.rsqrt(1.0 + tl.exp2(x * -1.4426950408889634))
+    return x * (root * root)
 
 
 @triton.jit

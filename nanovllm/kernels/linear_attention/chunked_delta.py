@@ -24,7 +24,7 @@ from nanovllm.kernels.triton_stub import tl, triton
 
 # For float32 alone: three products on tensor cores are nearly exact, and cost a tenth of the registers of "ieee".
 _PRECISION = tl.constexpr("tf32x3")
-_PREPARE_REGISTERS = 168  # of a thread: room for three programs on a multiprocessor, which wait for most of their time
+_PREPARE_REGISTERS = 128  # of a thread: room for four programs on a multiprocessor, which wait for most of their time
 
 
 class ScanConfig(NamedTuple):
@@ -36,9 +36,9 @@ class ScanConfig(NamedTuple):
 
 
 def choose_scan(dim: int, itemsize: int, device: torch.device) -> ScanConfig:
-    """Slices so narrow that one long sequence gives work to most multiprocessors. A wider one reads q and k less often.
-    The choice depends on the model alone: another one in mid-run would wait for a compilation."""
-    columns = min(dim, 32)
+    """Slices as wide as a tile of tensor cores has rows. Wider ones give work to fewer multiprocessors. The choice
+    depends on the model alone: another one in mid-run would wait for a compilation."""
+    columns = min(dim, 64)
     stage_bytes = (2 * dim + columns + 2 * CHUNK) * CHUNK * itemsize
     needed = stage_bytes * held_stages(2, device) + dim * columns * itemsize
     return ScanConfig(columns, 4, 2 if itemsize < 4 and fits(needed, device) else 1)
@@ -53,8 +53,9 @@ def softplus(x):
 def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
     """`(I + A)^-1` of a strictly lower triangular A [CHUNK, CHUNK] in float32, multiplied in `dtype`.
 
-    X, the inverses of the diagonal blocks of size n, gives those of size 2n: `X - X (A in between) X`. No entry of an
-    inverse exceeds 1, since it is a product of contractions.
+    X, the inverses of the diagonal blocks of size n, gives those of size 2n: `X - X A X` in between. All of A is
+    multiplied, so that each level's products read it where it is in shared memory. No entry of an inverse exceeds 1,
+    since it is a product of contractions.
     """
     row = tl.arange(0, CHUNK)[:, None]
     column = tl.arange(0, CHUNK)[None, :]
@@ -65,10 +66,10 @@ def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
     for level in tl.static_range(1, LEVELS + 1):
         size = 2**level
         is_between = (row // (2 * size) == column // (2 * size)) & (row // size > column // size)
-        between = tl.where(is_between, A, tl.zeros_like(A))
         rounded = X.to(dtype)
-        product = tl.dot(between, rounded, input_precision=_PRECISION)
-        X -= tl.dot(rounded, product.to(dtype), input_precision=_PRECISION)
+        product = tl.dot(rounded, A, input_precision=_PRECISION)
+        product = tl.dot(product.to(dtype), rounded, input_precision=_PRECISION)
+        X -= tl.where(is_between, product, 0.0)
     return X
 
 
@@ -76,7 +77,7 @@ def _inverse(A, CHUNK: tl.constexpr, dtype: tl.constexpr):
     do_not_specialize=["num_seqs", "b_stride", "a_stride"], do_not_specialize_on_alignment=["b", "a", "cu_seqlens"]
 )
 def _prepare_chunks_kernel(
-    inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b_stride, a_stride, scale,
+    inverses, scores, decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b_stride, a_stride, scale,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, CHUNK: tl.constexpr,
     INVERSE_DTYPE: tl.constexpr,
 ):  # fmt: skip
@@ -93,6 +94,7 @@ def _prepare_chunks_kernel(
     x = tl.load(a + token * a_stride + head, mask=inside, other=0.0).to(tl.float32)
     rate = tl.exp(tl.load(A_log + head).to(tl.float32))
     log_decay = tl.where(inside, -rate * softplus(x + tl.load(dt_bias + head).to(tl.float32)), 0.0)
+    total = tl.sum(log_decay, axis=0)
     log_decay = tl.cumsum(log_decay, axis=0)
     beta = tl.sigmoid(tl.load(b + token * b_stride + head, mask=inside, other=0.0).to(tl.float32))
     beta = tl.where(inside, beta, 0.0)
@@ -108,7 +110,9 @@ def _prepare_chunks_kernel(
     # The scores first, so that nothing of them has registers while the inverse is computed.
     in_order = chunk.to(tl.int64) * NUM_HEADS + head
     tile = in_order * (CHUNK * CHUNK) + row[:, None] * CHUNK + row[None, :]
-    tl.store(log_decays + in_order * CHUNK + row, log_decay)
+    at = decays + in_order * (2 * CHUNK) + row
+    tl.store(at, tl.exp(log_decay))
+    tl.store(at + CHUNK, tl.exp(total - log_decay))
     score = tl.dot(q, tl.trans(k), input_precision=_PRECISION) * decay * scale
     tl.store(scores + tile, score.to(scores.dtype.element_ty))
     system = tl.dot(k, tl.trans(k), input_precision=_PRECISION) * decay * beta[:, None]
@@ -142,12 +146,17 @@ def _store_tail(qkv, tails, read, cell, start, length, channel, qkv_stride, CONV
 # Where a step's numbers are in memory changes from step to step.
 @triton.jit(do_not_specialize_on_alignment=["cu_seqlens", "reads", "writes", "snapshots", "snapshot_lens"])
 def _scan_chunks_kernel(
-    out, qkv, mixed, inverses, scores, log_decays, tails, states,
+    out, qkv, mixed, inverses, scores, decays, tails, states,
     cu_seqlens, reads, writes, snapshots, snapshot_lens, qkv_stride, scale,
     NUM_KEY_HEADS: tl.constexpr, NUM_HEADS: tl.constexpr, DIM: tl.constexpr, COLUMNS: tl.constexpr,
     CHUNK: tl.constexpr, CHANNELS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Each program has COLUMNS columns of a value head's state. It also stores CHANNELS channels of the tails."""
+    """Each program has COLUMNS columns of a value head's state. It also stores CHANNELS channels of the tails.
+
+    All products are of columns by tokens or by key dims, transposed. So what one product gives is the next one's first
+    operand, which tensor cores read from the registers that it is in, and no result of the chain passes through shared
+    memory.
+    """
     CONV_DIM: tl.constexpr = (2 * NUM_KEY_HEADS + NUM_HEADS) * DIM
     BLOCKS: tl.constexpr = DIM // COLUMNS
     block = tl.program_id(0)
@@ -170,7 +179,7 @@ def _scan_chunks_kernel(
     dims = tl.arange(0, DIM)
     columns = block * COLUMNS + tl.arange(0, COLUMNS)
     in_state = head * (DIM * DIM) + block * (DIM * COLUMNS)
-    state = load_matrix(states + read * (NUM_HEADS * DIM * DIM) + in_state, read >= 0, DIM, COLUMNS)
+    state = tl.trans(load_matrix(states + read * (NUM_HEADS * DIM * DIM) + in_state, read >= 0, DIM, COLUMNS))
     q_column = head // (NUM_HEADS // NUM_KEY_HEADS) * DIM + dims[None, :]
     v_column = (2 * NUM_KEY_HEADS + head) * DIM + columns[None, :]
     dtype: tl.constexpr = mixed.dtype.element_ty
@@ -191,21 +200,23 @@ def _scan_chunks_kernel(
             inverse = tl.load(inverses + tile)
             q = tl.load(q_at, mask=inside, other=0.0)
             score = tl.load(scores + tile)
-            log_decay = tl.load(log_decays + in_order * CHUNK + row)
-            total = tl.load(log_decays + in_order * CHUNK + CHUNK - 1)
-            since_start = tl.exp(log_decay)[:, None]
+            at = decays + in_order * (2 * CHUNK) + row
+            since_start = tl.load(at)[None, :]
+            to_end = tl.load(at + CHUNK)[None, :]
+            of_chunk = tl.load(decays + in_order * (2 * CHUNK) + CHUNK - 1)
             rounded = state.to(dtype)
-            known = since_start * tl.dot(k, rounded, input_precision=_PRECISION)
-            correction = tl.dot(inverse, (v.to(tl.float32) - known).to(dtype), input_precision=_PRECISION)
-            to_end = (correction * tl.exp(total - log_decay)[:, None]).to(dtype)
-            value = tl.dot(q, rounded, input_precision=_PRECISION) * (since_start * scale)
-            value = tl.dot(score, correction.to(dtype), value, input_precision=_PRECISION)
-            state = tl.dot(tl.trans(k), to_end, state * tl.exp(total), input_precision=_PRECISION)
+            known = since_start * tl.dot(rounded, tl.trans(k), input_precision=_PRECISION)
+            missing = (tl.trans(v).to(tl.float32) - known).to(dtype)
+            value = tl.dot(rounded, tl.trans(q), input_precision=_PRECISION) * (since_start * scale)
+            correction = tl.dot(missing, tl.trans(inverse), input_precision=_PRECISION)
+            decayed = (correction * to_end).to(dtype)
+            value = tl.dot(correction.to(dtype), tl.trans(score), value, input_precision=_PRECISION)
+            state = tl.dot(decayed, k, state * of_chunk, input_precision=_PRECISION)
             out_at = out + token * (NUM_HEADS * DIM) + head * DIM + columns[None, :]
-            tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
+            tl.store(out_at, tl.trans(value.to(out.dtype.element_ty)), mask=inside)
         cell = tl.where(part == 0, snapshot, write)
         if cell >= 0:
-            store_matrix(states + cell * (NUM_HEADS * DIM * DIM) + in_state, state, DIM, COLUMNS)
+            store_matrix(states + cell * (NUM_HEADS * DIM * DIM) + in_state, tl.trans(state), DIM, COLUMNS)
 
 
 def scan_chunks(
@@ -235,13 +246,14 @@ def scan_chunks(
     num_seqs, num_heads, dim = len(reads), states.shape[1], states.shape[2]
     num_chunks = count_chunks(num_tokens, num_seqs)
     inverses, scores = mixed.new_empty(2, num_chunks, num_heads, CHUNK, CHUNK).unbind(0)
-    log_decays = torch.empty(num_chunks, num_heads, CHUNK, dtype=torch.float32, device=mixed.device)
+    # Of each token, the decay since its chunk's start, and that to the chunk's end.
+    decays = torch.empty(num_chunks, num_heads, 2, CHUNK, dtype=torch.float32, device=mixed.device)
     scale = dim**-0.5
     # An inverse has no large entries, and float16 rounds them eight times as finely as bfloat16.
     inverse_dtype = tl.float32 if mixed.dtype == torch.float32 else tl.float16
     sizes = {"NUM_KEY_HEADS": num_key_heads, "NUM_HEADS": num_heads, "DIM": dim, "CHUNK": CHUNK}
     launcher(_prepare_chunks_kernel, (num_heads, num_chunks))(
-        inverses, scores, log_decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b.stride(0), a.stride(0),
+        inverses, scores, decays, mixed, b, a, A_log, dt_bias, cu_seqlens, num_seqs, b.stride(0), a.stride(0),
         scale, **sizes, INVERSE_DTYPE=inverse_dtype, num_warps=4,
         maxnreg=None if mixed.dtype == torch.float32 else _PREPARE_REGISTERS,
     )  # fmt: skip
@@ -249,7 +261,7 @@ def scan_chunks(
     blocks = dim // config.columns
     channels = triton.next_power_of_2(triton.cdiv(conv_dim, num_heads * blocks))
     launcher(_scan_chunks_kernel, (blocks, num_heads, num_seqs))(
-        out, qkv, mixed, inverses, scores, log_decays, tails, states, cu_seqlens, reads, writes, snapshots,
+        out, qkv, mixed, inverses, scores, decays, tails, states, cu_seqlens, reads, writes, snapshots,
         snapshot_lens, qkv.stride(0), scale, **sizes, COLUMNS=config.columns, CHANNELS=channels,
         STAGES=config.num_stages, num_warps=config.num_warps,
     )  # fmt: skip
