@@ -69,7 +69,13 @@ class Normed:
     Attributes:
         residual: `[num_tokens, hidden_size]`. It must not change before the norm has been read.
         weight, eps: as in RMSNorm. None where the residual stream is read without a norm.
+        is_read_again: whether several products read the norm, in formats that differ. The first one that computes it
+            then keeps it for the others.
+        quantized: what formats have made of it, by their settings, for the next product that reads it.
     """
+
+    is_read_again = False
+    quantized: dict[Any, Any] | None = None
 
     def __init__(self, residual: Tensor, norm: RMSNorm | None, value: Tensor | None = None):
         """value: the norm, if it has been computed."""
@@ -85,6 +91,10 @@ class Normed:
     def is_computed(self) -> bool:
         return self._norm is None or self._value is not None
 
+    def keep(self, value: Tensor) -> None:
+        """value: the norm, which has been computed."""
+        self._value = value
+
     def value(self) -> Tensor:
         """`[num_tokens, hidden_size]` of the residual's dtype; computed once."""
         if self._norm is None:
@@ -92,3 +102,30 @@ class Normed:
         if self._value is None:
             self._value = rms_norm(self.residual, self._norm.weight, self._norm.eps)
         return self._value
+
+
+class NormOfSum(Normed):
+    """A Normed of a residual stream to which a product's result is still to be added. The kernel that computes the norm
+    can do it; whoever else reads the stream first does it before."""
+
+    def __init__(self, residual: Tensor, norm: RMSNorm | None, addend: Tensor):
+        """addend: of residual's shape."""
+        self._addend: Tensor | None = addend
+        super().__init__(residual, norm)
+
+    def __len__(self) -> int:
+        return len(self._stream)
+
+    @property
+    def residual(self) -> Tensor:
+        addend = self.take_addend()
+        return self._stream if addend is None else self._stream.add_(addend)
+
+    @residual.setter
+    def residual(self, residual: Tensor) -> None:
+        self._stream = residual
+
+    def take_addend(self) -> Tensor | None:
+        """What the caller must add to the stream, in place; None for nothing."""
+        addend, self._addend = self._addend, None
+        return addend

@@ -333,7 +333,7 @@ class RowParallelLinear(LinearBase):
     def add(
         self,
         residual: Tensor,
-        x: Tensor | Gated,
+        x: Input,
         norm: RMSNorm | None,
         output_norm: RMSNorm | None = None,
     ) -> Normed:
@@ -342,11 +342,13 @@ class RowParallelLinear(LinearBase):
             return add_over_ranks(self, residual, x, norm, output_norm)
         if output_norm is not None:
             output_norm.add_to(residual, self.products["linear"](x))
+        elif norm is not None and self.format.quantizes_inputs:
+            return self.products["linear_add"].norm_of_sum(x, residual, norm)
         else:
             self.products["linear_add"](x, residual)
         return Normed(residual, norm)
 
-    def part_of_sum(self, operation: str, x: Tensor | Gated, out: Tensor | None = None) -> Tensor:
+    def part_of_sum(self, operation: str, x: Input, out: Tensor | None = None) -> Tensor:
         """This rank's part of y: a new tensor for the operation linear; into `out` for linear_sum; added to `out` for
         linear_add."""
         return self.products[operation](x, out)

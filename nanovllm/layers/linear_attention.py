@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from nanovllm.kernels.linear_attention.fixed_order import fixed_order_decode, fixed_order_prefill
 from nanovllm.kernels.linear_attention.gated_delta import delta_rule_decode, delta_rule_prefill
+from nanovllm.layers.activation import OutputGate
 from nanovllm.layers.formats.all_formats import get_unquantized_format, get_weight_format, weight_format
+from nanovllm.layers.formats.format import value_of
 from nanovllm.layers.formats.parameters import LayerParameter, Sliceable, load_rows, make_parameter
 from nanovllm.layers.formats.unquantized import Unquantized
 from nanovllm.layers.layernorm import Normed
@@ -129,6 +131,7 @@ class GatedDeltaNet(nn.Module):
     Attributes:
         shape: this rank's heads.
         prefill_rule, decode_rule: `delta_rule_prefill` and `delta_rule_decode`, or what stands for them.
+        defers_norm: whether the norm of a prefill is left to the output projection.
         tails: [cells, num_taps - 1, conv_dim], the last inputs of each sequence's convolution, the oldest first; None
             until the store has memory (the warm-up runs without).
         states: [cells, num_value_heads, key_dim, value_dim] in state_dtype; None likewise.
@@ -157,6 +160,7 @@ class GatedDeltaNet(nn.Module):
         self.states: Tensor | None = None
         self.state_dtype = torch.float32
         in_fixed_order = get_unquantized_format().is_batch_invariant  # of deterministic=True
+        self.defers_norm = not in_fixed_order
         self.prefill_rule: Callable[..., Tensor] = fixed_order_prefill if in_fixed_order else delta_rule_prefill
         self.decode_rule: Callable[..., Tensor] = fixed_order_decode if in_fixed_order else delta_rule_decode
 
@@ -164,21 +168,24 @@ class GatedDeltaNet(nn.Module):
         first = self.tp.rank * len(param)
         param.data.copy_(loaded[first : first + len(param)])
 
-    def forward(self, positions: Tensor, hidden: Normed, rows: Tensor | slice | None = None) -> Tensor:
+    def forward(self, positions: Tensor, hidden: Normed, rows: Tensor | slice | None = None) -> Tensor | OutputGate:
         """rows: the tokens whose output is needed, None for all. The states need all tokens."""
         context, inputs = get_context(), self._project(hidden)
         out = self._prefill(inputs, context) if context.is_prefill else self._decode(inputs, context)
-        return out if rows is None else out[rows]
+        return out if rows is None else value_of(out)[rows]
 
-    def _prefill(self, inputs: list[Tensor], context: Context) -> Tensor:
+    def _prefill(self, inputs: list[Tensor], context: Context) -> Tensor | OutputGate:
         tails, states, cells, ends = self.tails, self.states, context.cells, cast(Tensor, context.cu_seqlens_q)
         if tails is None or states is None:
             num_seqs, (tail_shape, state_shape) = len(ends) - 1, self.state_shapes
             tails = inputs[0].new_empty(0, *tail_shape)
             states = inputs[0].new_empty(0, *state_shape, dtype=self.state_dtype)
             cells = inputs[0].new_full((4, num_seqs), -1, dtype=torch.int32)
-        arguments: Any = (*inputs, *self._weights(), tails, states, ends, *cast(Tensor, cells), *self._heads())
-        return self.prefill_rule(*arguments)
+        places = tails, states, ends, *cast(Tensor, cells)
+        *weights, norm_weight, eps = self._weights()
+        of_rule = None if self.defers_norm else norm_weight
+        out = self.prefill_rule(*inputs, *weights, of_rule, eps, *places, *self._heads())
+        return OutputGate(out, inputs[1], norm_weight, eps) if self.defers_norm else out
 
     def _decode(self, inputs: list[Tensor], context: Context) -> Tensor:
         order = context.row_order
@@ -205,6 +212,7 @@ class GatedDeltaNet(nn.Module):
         """q, k and v side by side, z, b, a."""
         sizes = self.shape.sizes
         widths = [self.shape.conv_dim, sizes["z"]]
+        hidden.is_read_again = self.in_proj is None
         if self.in_proj is not None:
             return list(self.in_proj(hidden).split((*widths, sizes["b"], sizes["a"]), dim=1))
         qkvz, gates = self.in_proj_qkvz(hidden), self.in_proj_ba(hidden)

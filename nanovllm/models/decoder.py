@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from nanovllm.kernels.attention.qk_norm_rope import qk_norm_rope_store
-from nanovllm.kernels.sigmoid_gate import sigmoid_gate
-from nanovllm.layers.activation import Gated, GeluTanhAndMul
+from nanovllm.layers.activation import Gated, GeluTanhAndMul, OutputGate
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends.backend import AttentionBackend, AttentionShape
 from nanovllm.layers.embed_head import SHARD_MULTIPLE, ParallelLMHead, ReplicatedEmbedding
@@ -101,7 +100,7 @@ class DecoderAttention(nn.Module):
         of_attention = backend, spec.window(layer), self.sinks
         self.attn = Attention(self.num_heads, self.head_dim, scale, self.num_kv_heads, *of_attention)
 
-    def forward(self, positions: torch.Tensor, hidden: Normed, rows: Rows | None = None) -> torch.Tensor:
+    def forward(self, positions: torch.Tensor, hidden: Normed, rows: Rows | None = None) -> torch.Tensor | OutputGate:
         """rows: the tokens whose attention is needed, None for all. Of the others only keys and values are needed."""
         qkv, gate = self.qkv_proj(hidden), None
         if self.has_gate:
@@ -135,9 +134,7 @@ class DecoderAttention(nn.Module):
             attended = self.attn.attend(q[rows], k, v, context.of_last_tokens()).flatten(1)
         else:
             attended = self.attn.attend(q, k, v, context).flatten(1)[rows]  # Plans are for all rows.
-        if gate is not None:
-            sigmoid_gate(attended, gate if rows is None else gate[rows])
-        return attended
+        return attended if gate is None else OutputGate(attended, gate if rows is None else gate[rows])
 
     def load_sinks(self, param: LayerParameter, loaded: Sliceable, shard_id: object = None) -> None:
         start = self.tp.rank * self.num_heads
@@ -223,8 +220,8 @@ class DecoderLayer(nn.Module):
         Returns:
             next_norm of the residual stream.
         """
-        residual = hidden.residual
         attended = self.mixer(positions, hidden, rows)
+        residual = hidden.residual
         if rows is not None:
             residual = residual[rows]
         hidden = self.output_proj.add(residual, attended, self.post_attention_layernorm, self.attention_output_norm)

@@ -9,11 +9,13 @@ from kernel_harness import HALF, apart, hold, nightly, rounding
 from linear_inputs import round_to_e4m3_exactly
 from products import FP8, dequantized, quantized
 
+from nanovllm.kernels.linear_attention.gated_norm import gated_rms_norm
 from nanovllm.kernels.matmul import fp8
 from nanovllm.kernels.matmul.fp8 import E4M3, dequantize_torch, quantize
 from nanovllm.kernels.matmul.gemv import GemvConfig, gemv
 from nanovllm.kernels.matmul.split_k import SplitKConfig, make_arrivals, split_k
 from nanovllm.kernels.rms_norm import rms_norm
+from nanovllm.kernels.sigmoid_gate import sigmoid_gate
 from nanovllm.kernels.silu_and_mul import silu_and_mul
 from nanovllm.layers.formats.format import Weight
 
@@ -114,6 +116,47 @@ def test_norm_and_activation_before_it(dtype, in_groups, device):
     gate_up = torch.cat([x, x.flip(0)], dim=1)
     expected = quantize.twin(silu_and_mul.twin(gate_up), in_groups)
     assert_quantized(fp8.silu_and_mul_quantize.kernel(gate_up, in_groups), expected, places)
+
+
+@in_groups
+@dtypes
+def test_a_norm_is_kept_beside_its_quantized_numbers(dtype, in_groups, device):
+    x, weight = wide_rows(5, 384, dtype, device), torch.ones(384, dtype=dtype, device=device)
+    kept, alone = torch.empty_like(x), fp8.rms_norm_quantize.kernel(x, weight, EPS, in_groups)
+    assert_quantized(fp8.rms_norm_quantize.kernel(x, weight, EPS, in_groups, 1, kept), alone)
+    torch.testing.assert_close(kept, rms_norm.twin(x, weight, EPS), **rounding(dtype, 2))
+    first, addend = x.clone(), torch.randn(5, 400, device=device).to(dtype)[:, 5:389]
+    found = fp8.rms_norm_quantize.kernel(first, weight, EPS, in_groups, 1, None, addend)
+    torch.testing.assert_close(first, x + addend, **rounding(dtype, 1))
+    assert_quantized(found, fp8.rms_norm_quantize.kernel(first, weight, EPS, in_groups))
+    with pytest.raises(ValueError, match="addend must be"):
+        fp8.rms_norm_quantize.kernel(x, weight, EPS, in_groups, 1, None, addend[:3])
+    with pytest.raises(ValueError, match="normed must be a contiguous"):
+        fp8.rms_norm_quantize.kernel(x, weight, EPS, in_groups, 1, kept[:, :128])
+
+
+@in_groups
+@dtypes
+def test_gates_before_it(dtype, in_groups, device):
+    """Those of attention and of linear attention, slices of wider tensors; and one number for each token."""
+    x, wide = wide_rows(7, 384, dtype, device), torch.randn(7, 500, device=device).to(dtype)
+    gate, of_token, weight = wide[:, 100:484], wide[:, 3:4], 1 + 0.1 * torch.randn(128, device=device)
+    places = 7 * 384 // 100
+    expected = quantize.twin(sigmoid_gate.twin(x.clone(), gate), in_groups)
+    assert_quantized(fp8.sigmoid_gate_quantize.kernel(x, gate, in_groups), expected, places)
+    expected = quantize.twin(gated_rms_norm.twin(x.clone(), gate, weight, EPS), in_groups)
+    assert_quantized(fp8.gated_rms_norm_quantize.kernel(x, gate, weight, EPS, in_groups), expected, places)
+    gate_up = torch.cat([x, x.flip(0)], dim=1)
+    expected = fp8.silu_and_mul_quantize.twin(gate_up, in_groups, 1, of_token)
+    found = fp8.silu_and_mul_quantize.kernel(gate_up, in_groups, 1, of_token)
+    torch.testing.assert_close(found[1], expected[1], atol=0, rtol=8e-3)
+    whole = dequantize_torch(*quantize.twin(silu_and_mul.twin(gate_up), in_groups)) * of_token.float().sigmoid()
+    torch.testing.assert_close(dequantize_torch(*found), whole, atol=1e-30, rtol=1 / 8)
+    for wrong in (gate[:, :128], gate[:5]):
+        with pytest.raises(ValueError, match="gate must be"):
+            fp8.sigmoid_gate_quantize.kernel(x, wrong, in_groups)
+        with pytest.raises(ValueError, match="gate must be"):
+            fp8.silu_and_mul_quantize.kernel(gate_up, in_groups, 1, wrong)
 
 
 def test_what_is_not_finite_stays_so(device):

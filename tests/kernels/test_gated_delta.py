@@ -16,6 +16,7 @@ from nanovllm.kernels.linear_attention.gated_delta import (
     delta_rule_decode,
     delta_rule_prefill,
 )
+from nanovllm.kernels.linear_attention.gated_norm import gated_rms_norm
 from nanovllm.kernels.linear_attention.state_order import by_dims
 from nanovllm.kernels.triton_stub import tl
 
@@ -179,6 +180,21 @@ def test_prefill_kernels_equal_twin(heads, state_dtype, dtype, device):
     tolerance = TOLERANCE[dtype]
     assert_close(actual[:1], expected[:1], tolerance)
     assert_close(actual[2:], expected[2:], max(tolerance, ROUNDING[state_dtype] / 6))
+
+
+@pytest.mark.parametrize("name", ["twin", "kernel"])
+def test_the_norm_of_a_prefill_may_be_left_to_the_caller(name, device):
+    layer = Layer(1, 2, 16, device, F16)
+    inputs = layer.inputs(70)
+    places = [0, 70], [-1], [3], [-1], [0]
+    rule = getattr(delta_rule_prefill, name)
+    expected, *_ = layer.run(rule, inputs, *places)
+    out, *_ = layer.run(lambda *args: rule(*args[:7], None, *args[8:]), inputs, *places)
+    found = getattr(gated_rms_norm, name)(out, inputs[1], layer.norm_weight, EPS)
+    assert found is out
+    assert torch.equal(found, expected)
+    with pytest.raises(ValueError, match="must be alike"):
+        gated_rms_norm.kernel(out, inputs[1][:9], layer.norm_weight, EPS)
 
 
 @pytest.mark.parametrize(("seed", "state_dtype"), [(0, F16), *nightly((1, F32), (2, F32), (3, BF16))])

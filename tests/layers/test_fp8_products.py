@@ -16,14 +16,18 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul.fp8 import dequantize_torch, quantize
 from nanovllm.kernels.matmul.split_k import split_k
 from nanovllm.kernels.silu_and_mul import silu_and_mul
-from nanovllm.layers.activation import Gated
+from nanovllm.layers.activation import Gated, OutputGate
 from nanovllm.layers.formats import fp8
+from nanovllm.layers.formats.all_formats import weight_format
 from nanovllm.layers.formats.format import Weight
-from nanovllm.layers.layernorm import Normed, RMSNorm
+from nanovllm.layers.formats.fp8 import Fp8
+from nanovllm.layers.layernorm import Normed, NormOfSum, RMSNorm
+from nanovllm.layers.linear import RowParallelLinear
 from nanovllm.layers.matmul.candidates import scaled_mm
 from nanovllm.layers.matmul.candidates import split_k as split_k_candidate
 from nanovllm.layers.matmul.candidates.scaled_mm import ScaledMm
 from nanovllm.layers.matmul.candidates.split_k import SplitK
+from nanovllm.layers.matmul.matmul import Matmul
 
 in_blocks = pytest.mark.parametrize("in_blocks", [False, True], ids=["channels", "blocks"])
 CONSTANTS = (64, 128, 2, 4, 0, 32, 4)
@@ -34,7 +38,8 @@ def kernels_everywhere(monkeypatch):
     """CPU tensors count as a Hopper's: Triton's interpreter runs the kernels. torch's product is a stand-in that takes
     what cuBLAS takes."""
     launch_everywhere(monkeypatch, split_k_candidate)
-    for name in ("quantize", "rms_norm_quantize", "silu_and_mul_quantize"):
+    names = "quantize", "rms_norm_quantize", "silu_and_mul_quantize", "sigmoid_gate_quantize", "gated_rms_norm_quantize"
+    for name in names:
         monkeypatch.setattr(fp8, name, getattr(fp8, name).kernel)
     monkeypatch.setattr(GpuFacts, "is_hopper", True)
     monkeypatch.setattr(scaled_mm, "is_on_gpu", lambda weight: True)
@@ -110,6 +115,62 @@ def test_the_split_k_candidate_rounds_as_torch_does(operation, num_tokens, in_bl
         assert out is None or found is out
         # Of the same quantized input. Gate and up are rounded, and then the result.
         torch.testing.assert_close(found, expected, **rounding(torch.float16, 4, K))
+
+
+@in_blocks
+def test_inputs_are_quantized_with_what_stands_before_them(in_blocks):
+    """The same numbers as of what a product in another format reads, but for roundings."""
+    format, K = FP8[in_blocks], 256
+    x, gate, of_token = (torch.randn(6, size).half() for size in (K, K, 1))
+    weight = 1 + 0.1 * torch.randn(128)
+    inputs = [
+        lambda: Gated(torch.cat([x, gate], dim=1), of_token),
+        lambda: OutputGate(x.clone(), gate),
+        lambda: OutputGate(x.clone(), gate, weight, 1e-6),
+    ]
+    for make in inputs:
+        assert len(make()) == 6
+        found = dequantize_torch(*format.quantize_input(make()))
+        torch.testing.assert_close(found, make().value().float(), rtol=1 / 14, atol=2e-3)
+    computed = inputs[1]()
+    value = computed.value().clone()
+    assert torch.equal(computed.value(), value)
+    torch.testing.assert_close(
+        dequantize_torch(*format.quantize_input(computed)), value.float(), rtol=1 / 14, atol=2e-3
+    )
+
+
+@in_blocks
+def test_a_norm_is_quantized_once_and_kept_for_others(in_blocks):
+    norm, format = RMSNorm(256).half(), FP8[in_blocks]
+    stream, addend = torch.randn(2, 6, 256).half()
+    expected = norm(stream + addend)
+    hidden = NormOfSum(stream.clone(), norm, addend)
+    assert len(hidden) == 6
+    hidden.is_read_again = True
+    found = format.quantize_input(hidden)
+    assert hidden.is_computed
+    torch.testing.assert_close(hidden.value(), expected, **rounding(torch.float16, 2))
+    torch.testing.assert_close(hidden.residual, stream + addend, **rounding(torch.float16))
+    assert format.quantize_input(hidden) is found
+    assert len(format.quantize_input(hidden, 4).values) == 8  # With rows up to a multiple, so not the same.
+
+
+def test_a_sum_is_left_to_the_norm_behind_it():
+    torch.manual_seed(0)
+    with weight_format(Fp8()):
+        layer = RowParallelLinear(128, 64, matmul=Matmul()).requires_grad_(False)
+    layer.weight.data.copy_(torch.randn(64, 128))
+    layer.weight_scale.data.fill_(0.1)
+    x, residual = torch.randn(5, 128), torch.randn(5, 64)
+    expected = residual + layer.products["linear"](x)
+    for norm in (RMSNorm(64), None):
+        given = residual.clone()
+        hidden = layer.add(given, x, norm)
+        value = hidden.value()
+        assert hidden.residual is given
+        assert torch.equal(given, expected)
+        assert torch.equal(value, expected if norm is None else norm(expected))
 
 
 def test_what_the_candidate_supports():

@@ -27,7 +27,7 @@ from nanovllm.layers.matmul.candidates.cublas import Cublas
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
 from nanovllm.layers.matmul.candidates.quack_experts import QuackExperts
-from nanovllm.layers.matmul.matmul import Matmul
+from nanovllm.layers.matmul.matmul import Matmul, Product
 from nanovllm.layers.matmul.problem import ExpertsProblem
 from nanovllm.layers.matmul.row import Row
 from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
@@ -184,7 +184,7 @@ def test_grouped_products_of_quack_kernels_are_loaded_after_the_trace(monkeypatc
     gate_up, down = layer.experts.gate_up_proj.matrix, layer.experts.down_proj.matrix
     garbage = torch.full((9 * TOP_K,), 2**30, dtype=torch.int32)
     monkeypatch.setattr(quack_experts, "sort_by_expert", lambda *args: (garbage, garbage[: NUM_EXPERTS + 1]))
-    monkeypatch.setattr(quack_experts, "add_pairs", lambda y, out, *args: out)
+    monkeypatch.setattr(quack_experts, "add_pairs", lambda y, out, *args, **options: out)
     x, logits = torch.randn(9, 64), torch.randn(9, NUM_EXPERTS)
     with monkeypatch.context() as tracing:
         tracing.setattr(quack_module, "is_compiling_ahead", lambda: True)
@@ -337,6 +337,27 @@ def test_a_shared_expert_reads_the_residual_stream_before_it_changes(num_ranks):
         else:
             out += layer.part_of_sum("linear", Unkept(residual, norm))
     torch.testing.assert_close(out, total)
+
+
+@pytest.mark.parametrize("everywhere", [False, True], ids=["twins", "kernels"])
+def test_a_shared_expert_in_fp8_is_added_with_the_experts(everywhere, request, monkeypatch):
+    """In one pass, or in one of its own."""
+    real = Product.addend
+    if everywhere:
+        request.getfixturevalue("kernels_everywhere")
+    with weight_format(Fp8()):
+        layer = MixtureOfExperts(64, 64, NUM_EXPERTS, TOP_K, True, TensorParallel(), Matmul(), 64)
+    load_dummy(layer, seed=0)
+    for part in (layer.experts, layer.shared_expert):
+        for projection in (part.gate_up_proj, part.down_proj):
+            projection.weight_scale.data *= 20
+    x, norm = torch.randn(9, 64), RMSNorm(64).requires_grad_(False)
+    sums, addends = [], []
+    for addend in (lambda *args: addends.append(real(*args)) or addends[0], lambda *args: None):
+        monkeypatch.setattr(Product, "addend", addend)
+        sums.append(layer.add(x.clone(), Normed(x, norm), None).value())
+    assert addends[0].norm() > 0.01 * x.norm()
+    torch.testing.assert_close(*sums, **rounding(torch.float32, 3, 64, terms=4))
 
 
 def test_every_kernel_of_the_table_is_compiled_at_the_start():

@@ -524,8 +524,8 @@ def _launch(
 
 @triton.jit
 def _add_pairs_kernel(
-    y, positions, weights, experts, context_lens, out, out_stride, num_columns, num_experts, TOP_K: tl.constexpr,
-    BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    y, positions, weights, experts, context_lens, more, out, more_stride, out_stride, num_columns, num_experts,
+    TOP_K: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     await_previous(PDL)
     token = tl.program_id(0).to(tl.int64)
@@ -537,6 +537,8 @@ def _add_pairs_kernel(
     out += token * out_stride + column
     if ADD:
         total += tl.load(out, mask=inside, other=0.0).to(tl.float32)
+    if more is not None:
+        total += tl.load(more + token * more_stride + column, mask=inside, other=0.0).to(tl.float32)
     for slot in tl.static_range(TOP_K):
         pair = token * TOP_K + slot
         row = pair
@@ -561,6 +563,7 @@ def add_pairs(
     weights: Tensor | None = None,
     experts: Tensor | None = None,
     num_experts: int = 0,
+    more: Tensor | None = None,
 ) -> Tensor:
     """The sum of each token's pairs in float32, rounded once: added to `out`, or into it.
 
@@ -572,6 +575,7 @@ def add_pairs(
         positions, weights: of a y in the order of the experts: from `sort_by_expert` and `route`.
         experts, num_experts: from `route`, whose pairs with num_experts, none, count nothing; None if only those of
             padding have it.
+        more: like out, a further tensor that is added; None for none.
     """
     num_tokens, top_k, hidden_size = y.shape
     if out.shape != (num_tokens, hidden_size) or out.stride(1) != 1 or out.dtype != y.dtype:
@@ -579,11 +583,13 @@ def add_pairs(
             f"out must be [{num_tokens}, {hidden_size}] {y.dtype} with contiguous rows, not {list(out.shape)} "
             f"{out.dtype} with strides {out.stride()}"
         )
+    if more is not None and (more.shape != out.shape or more.stride(1) != 1):
+        raise ValueError(f"more must be {list(out.shape)} with contiguous rows, not {list(more.shape)}")
     if num_tokens:
         block = min(1024, triton.next_power_of_2(hidden_size))
         launcher(_add_pairs_kernel, (num_tokens, triton.cdiv(hidden_size, block)), has_pdl(y.device))(
-            y, positions, weights, experts, context_lens, out, out.stride(0), hidden_size, num_experts, TOP_K=top_k,
-            BLOCK=block, ADD=add, num_warps=4,
+            y, positions, weights, experts, context_lens, more, out, 0 if more is None else more.stride(0),
+            out.stride(0), hidden_size, num_experts, TOP_K=top_k, BLOCK=block, ADD=add, num_warps=4,
         )  # fmt: skip
     return out
 

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanovllm.kernels import kernel_of, kernel_or_twin
-from nanovllm.kernels.dependent_launch import await_previous, gdc_launch_dependents, gdc_wait, has_pdl
+from nanovllm.kernels.dependent_launch import gdc_launch_dependents, gdc_wait, has_pdl
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.linear_attention.causal_conv import (
     TAPS,
@@ -36,12 +36,12 @@ from nanovllm.kernels.linear_attention.causal_conv import (
     convolve_sequences_triton,
     convolve_torch,
     count_rows,
-    load_float,
     load_proposed,
     silu,
 )
 from nanovllm.kernels.linear_attention.chunked_delta import scan_chunks, softplus
 from nanovllm.kernels.linear_attention.chunks import CHUNK
+from nanovllm.kernels.linear_attention.gated_norm import gated_rms_norm
 from nanovllm.kernels.linear_attention.state_order import (
     DIMS,
     STRIP,
@@ -50,10 +50,8 @@ from nanovllm.kernels.linear_attention.state_order import (
     load_state,
     store_state,
 )
-from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.kernels.triton_stub import tl, triton
 
-_NORM_TILE = 1024  # numbers of a program
 MAX_REGISTERS = 128  # of a thread: with half a multiprocessor's, a program loads a state while another computes
 
 
@@ -157,25 +155,6 @@ def _decode_kernel(
         tl.store(out_at + i * (NUM_HEADS * DIM) + columns, value)
 
 
-@triton.jit(do_not_specialize=["num_tokens"])
-def _gated_norm_kernel(
-    out, z, norm_weight, num_tokens, z_stride, eps,
-    NUM_HEADS: tl.constexpr, DIM: tl.constexpr, HEADS: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    await_previous(PDL)
-    token = tl.program_id(0).to(tl.int64)
-    head = (tl.program_id(1) * HEADS + tl.arange(0, HEADS))[:, None]
-    dims = tl.arange(0, DIM)[None, :]
-    inside = (head < NUM_HEADS) & (dims >= 0)
-    out_at = out + (token * NUM_HEADS + head) * DIM + dims
-    value = load_float(out_at, inside)
-    gate = load_float(z + token * z_stride + head * DIM + dims, inside)
-    weight = tl.load(norm_weight + dims).to(tl.float32)
-    inverse_rms = tl.rsqrt(tl.sum(value * value, axis=1)[:, None] / DIM + eps)
-    value = value * inverse_rms * weight * silu(gate)
-    tl.store(out_at, value.to(out.dtype.element_ty), mask=inside)
-
-
 @kernel_or_twin
 def delta_rule_decode(
     qkv: Tensor,
@@ -233,7 +212,7 @@ def delta_rule_decode(
         state = state + k[:, :, :, None] * delta[:, :, None, :]
         states[write] = in_memory_order(state.to(states.dtype))
         out[rows] = torch.einsum("rhk,rhkv->rhv", q, state).to(out.dtype)
-    return _gated_norm(out, z, norm_weight, eps)
+    return gated_rms_norm.twin(out.flatten(1), z, norm_weight, eps)
 
 
 @kernel_or_twin
@@ -245,7 +224,7 @@ def delta_rule_prefill(
     conv_weight: Tensor,
     A_log: Tensor,
     dt_bias: Tensor,
-    norm_weight: Tensor,
+    norm_weight: Tensor | None,
     eps: float,
     tails: Tensor,
     states: Tensor,
@@ -270,7 +249,8 @@ def delta_rule_prefill(
             there is no snapshot.
 
     Returns:
-        `[num_tokens, num_value_heads * value_dim]`.
+        `[num_tokens, num_value_heads * value_dim]`; without a norm_weight before the norm and the gate, which are then
+        the caller's (`gated_rms_norm`).
     """
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
     key_dim, value_dim = states.shape[2:]
@@ -300,7 +280,8 @@ def delta_rule_prefill(
         if write >= 0:
             tails[write] = inputs[len(inputs) - taps + 1 :]
             states[write] = in_memory_order(state.to(states.dtype))
-    return _gated_norm(out, z, norm_weight, eps)
+    out = out.flatten(1)
+    return out if norm_weight is None else gated_rms_norm.twin(out, z, norm_weight, eps)
 
 
 def _chunk_step(
@@ -338,12 +319,6 @@ def split_heads(mixed: Tensor, state_shape: torch.Size, num_key_heads: int) -> t
     group = num_value_heads // num_key_heads
     q, k = (x.reshape(len(x), num_key_heads, key_dim).repeat_interleave(group, dim=1) for x in (q, k))
     return q * key_dim**-0.5, k, v.reshape(len(v), num_value_heads, value_dim)
-
-
-def _gated_norm(out: Tensor, z: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """out: `[num_tokens, num_value_heads, value_dim]`. Returns `[num_tokens, num_value_heads * value_dim]`."""
-    normed = rms_norm.twin(out.float(), weight, eps) * F.silu(z.reshape(out.shape).float())
-    return normed.to(out.dtype).flatten(1)
 
 
 def ranks_of_rows(cells: Tensor, is_proposed: Tensor | None) -> Tensor:
@@ -387,7 +362,7 @@ def _launch_delta_rule_prefill(
     qkv, z, b, a, conv_weight, A_log, dt_bias, norm_weight, eps, tails, states,
     cu_seqlens, reads, writes, snapshots, snapshot_lens, num_key_heads, num_value_heads,
 ):  # fmt: skip
-    """Four launches: the convolution, what a chunk needs of its own tokens alone, the scan over chunks, the norm."""
+    """The convolution, what a chunk needs of its own tokens alone, the scan over chunks, and the norm."""
     check_arguments(qkv, z, b, a, conv_weight, tails, states, num_key_heads, num_value_heads)
     dim = check_kernel(conv_weight, states)
     num_tokens = len(qkv)
@@ -397,11 +372,7 @@ def _launch_delta_rule_prefill(
     mixed = convolve_sequences_triton(qkv, conv_weight, tails, cu_seqlens, reads, dim, num_key_heads)
     places = cu_seqlens, reads, writes, snapshots, snapshot_lens
     scan_chunks(out, qkv, mixed, b, a, A_log, dt_bias, tails, states, *places, num_key_heads)
-    heads = max(1, _NORM_TILE // dim)
-    launcher(_gated_norm_kernel, (num_tokens, triton.cdiv(num_value_heads, heads)), has_pdl(qkv.device))(
-        out, z, norm_weight, num_tokens, z.stride(0), eps, NUM_HEADS=num_value_heads, DIM=dim, HEADS=heads, num_warps=4
-    )
-    return out
+    return out if norm_weight is None else gated_rms_norm.kernel(out, z, norm_weight, eps)
 
 
 def check_kernel(conv_weight: Tensor, states: Tensor) -> int:

@@ -249,15 +249,17 @@ class MixtureOfExperts(nn.Module):
 
     def part_of_sum(self, operation: str, x: Normed, out: torch.Tensor | None = None) -> torch.Tensor:
         """The same as RowParallelLinear's, of a Normed or, without a router_norm, a tensor."""
-        results = logits = self.gate(x if self.router_norm is None else Normed(x.residual, self.router_norm))
         gated: Any = None
         if self.shared_expert is not None:
-            logits = results[:, : self.gate.num_experts]
-            # Before the experts, who may overwrite the residual stream that x is the norm of. The gate multiplies the
-            # input of the last product, which is narrower than its result.
+            if isinstance(x, Normed):
+                x.is_read_again = True
+            # Before the experts, who may overwrite the residual stream that x is the norm of.
             gated = self.shared_expert.gate_up_proj.silu(x)
-            gated = gated.value() if isinstance(gated, Gated) else gated
-            sigmoid_gate(gated, results[:, self.gate.num_experts :][:, :1])
+        results = logits = self.gate(x if self.router_norm is None else Normed(x.residual, self.router_norm))
+        if self.shared_expert is not None:
+            logits, of_shared = results[:, : self.gate.num_experts], results[:, self.gate.num_experts :][:, :1]
+            # The gate multiplies the input of the last product, which is narrower than its result.
+            gated = Gated(gated.gate_up, of_shared) if isinstance(gated, Gated) else sigmoid_gate(gated, of_shared)
         if out is None:
             out = logits.new_empty(len(x), self.gate.weight.shape[1])
         lens = get_context().context_lens
@@ -266,7 +268,11 @@ class MixtureOfExperts(nn.Module):
         product, down = self.products["experts"], self.experts.down_proj.matrix
         key, row = product.row
         options = self.top_k, self.normalize, out, operation == "linear_add", lens
-        y = compute(ExpertsProblem(key, x, logits, product.weight, down, *options, **self.extras), row[len(x)])
-        if gated is not None:
+        choices, more = row[len(x)], None
+        if gated is not None and choices[0][0].adds_more:
+            more = self.shared_expert.down_proj.products["linear_add"].addend(gated)
+        problem = ExpertsProblem(key, x, logits, product.weight, down, *options, **self.extras, more=more)
+        y = compute(problem, choices)
+        if gated is not None and more is None:
             self.shared_expert.down_proj.part_of_sum("linear_add", gated, y)
         return y

@@ -8,13 +8,14 @@ from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from nanovllm.layers.activation import Gated
+from nanovllm.layers.activation import Gated, OutputGate
 from nanovllm.layers.formats.parameters import LayerParameter, Shards, WeightLoader
 from nanovllm.layers.layernorm import Normed
 
 T = TypeVar("T", bound=Tensor)  # a parameter, or a tensor
 Settings = Mapping[str, Any]  # config.json's quantization_config
-Input = Tensor | Normed | Gated  # [num_tokens, K]; a norm or an activation is computed within the product, or before it
+# [num_tokens, K]; a norm, an activation or a gate is computed within the product, or before it.
+Input = Tensor | Normed | Gated | OutputGate
 
 
 def value_of(x: Input) -> Tensor:
@@ -93,6 +94,8 @@ class WeightFormat(ABC):
     name: ClassVar[str]  # what candidates call it
     kind: ClassVar[str] = ""  # in messages: "weights in fp8"
     needs_bfloat16: ClassVar[bool] = False  # of its products' inputs, on a GPU
+    # Whether inputs are quantized first, by a kernel that also computes the norm and can add to the residual stream.
+    quantizes_inputs: ClassVar[bool] = False
     is_batch_invariant: ClassVar[bool] = False  # whether no row's bits in its products depend on the other rows
 
     @classmethod

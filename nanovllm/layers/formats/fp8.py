@@ -14,18 +14,20 @@ from torch import Tensor
 from nanovllm.kernels.matmul.fp8 import (
     E4M3,
     dequantize_torch,
+    gated_rms_norm_quantize,
     quantize,
     quantize_blocks_torch,
     quantize_rows_torch,
     rms_norm_quantize,
+    sigmoid_gate_quantize,
     silu_and_mul_quantize,
 )
 from nanovllm.kernels.matmul.linear_checks import BLOCK
-from nanovllm.layers.activation import Gated
+from nanovllm.layers.activation import Gated, OutputGate
 from nanovllm.layers.formats.compressed_tensors import is_e4m3, only_group
 from nanovllm.layers.formats.format import Input, Quantized, Settings, StoredLayer, Weight, WeightFormat, value_of
 from nanovllm.layers.formats.parameters import FLOATS, LayerParameter, Shards, WeightLoader, make_parameter, stored
-from nanovllm.layers.layernorm import Normed
+from nanovllm.layers.layernorm import Normed, NormOfSum
 
 _CAPABILITY = (8, 9)  # of a GPU that multiplies e4m3 numbers
 
@@ -42,6 +44,7 @@ class Fp8(WeightFormat):
     kind = "fp8"
     unit = 16  # what torch._scaled_mm takes
     needs_bfloat16 = True
+    quantizes_inputs = True
     bits = 8
     is_blocked: ClassVar[bool] = False
     rows_of_scale: ClassVar[int] = 1
@@ -108,13 +111,32 @@ class Fp8(WeightFormat):
         return quantize_rows_torch(weight)
 
     def quantize_input(self, x: Input, unit: int = 1) -> Quantized:
-        """On a GPU one kernel computes x's norm or activation too. There the scales of blocks are `[num_tokens, K /
-        128]` with the tokens side by side, as cuBLAS needs them. Rows beyond the tokens hold anything."""
-        if isinstance(x, Normed) and not x.is_computed:
-            return Quantized(*rms_norm_quantize(x.residual, x.weight, x.eps, self.is_blocked, unit))
+        """On a GPU one kernel computes x's norm, activation or gate too. There the scales of blocks are `[num_tokens,
+        K / 128]` with the tokens side by side, as cuBLAS needs them. Rows beyond the tokens hold anything. A norm is
+        quantized once for all products that read it."""
+        options = self.is_blocked, unit
+        if isinstance(x, Normed):
+            x.quantized, key = x.quantized or {}, (self.is_blocked, -len(x) % unit)
+            if key not in x.quantized:
+                x.quantized[key] = self._quantize_norm(x, unit)
+            return x.quantized[key]
         if isinstance(x, Gated):
-            return Quantized(*silu_and_mul_quantize(x.gate_up, self.is_blocked, unit))
-        return Quantized(*quantize(value_of(x), self.is_blocked, unit))
+            return Quantized(*silu_and_mul_quantize(x.gate_up, *options, x.of_token))
+        if isinstance(x, OutputGate) and not x.is_computed:
+            if x.weight is None:
+                return Quantized(*sigmoid_gate_quantize(x.x, x.gate, *options))
+            return Quantized(*gated_rms_norm_quantize(x.x, x.gate, x.weight, x.eps, *options))
+        return Quantized(*quantize(value_of(x), *options))
+
+    def _quantize_norm(self, x: Normed, unit: int) -> Quantized:
+        if x.is_computed:
+            return Quantized(*quantize(x.value(), self.is_blocked, unit))
+        addend = x.take_addend() if isinstance(x, NormOfSum) else None
+        normed = torch.empty_like(x.residual) if x.is_read_again else None
+        quantized = rms_norm_quantize(x.residual, x.weight, x.eps, self.is_blocked, unit, normed, addend)
+        if normed is not None:
+            x.keep(normed)
+        return Quantized(*quantized)
 
     def linear(self, x: Input, weight: Weight) -> Tensor:
         values, scale = self.quantize_input(x)

@@ -23,6 +23,9 @@ class Candidate(ABC):
     suits_short_prefills: ClassVar[bool] = True
     posts_sums: ClassVar[bool] = False  # whether it can write a linear_sum to the other ranks' memory itself
     is_batch_invariant: ClassVar[bool] = False  # whether no row's bits depend on the other rows
+    adds_more: ClassVar[bool] = False  # whether it adds `more` of an `ExpertsProblem`; others are given none
+    # Whether its linear_add is a product, and then a sum in a launch of its own.
+    adds_apart: ClassVar[bool] = False
     # Whether its constants in decode steps are useless for other shapes of a weight.
     suits_one_shape: ClassVar[bool] = False
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.format import Input, Weight
+from nanovllm.layers.layernorm import Normed, NormOfSum, RMSNorm
 from nanovllm.layers.matmul.candidate import Candidate
 from nanovllm.layers.matmul.candidates import make_candidates
 from nanovllm.layers.matmul.problem import AnyProblem, Problem
@@ -87,6 +88,19 @@ class Product:
         """The result: `out`, or a new tensor. With a weight in fp8 a linear_silu is perhaps before its activation."""
         key, row = self.row
         return compute(Problem(key, x, self.weight, self.bias, out), row[len(x)])
+
+    def addend(self, x: Input) -> Tensor | None:
+        """What a linear_add would add, if its first candidate computes that before the sum; else None."""
+        key, row = self.row
+        choices = row[len(x)]
+        if not choices[0][0].adds_apart:
+            return None
+        return compute(Problem(key._replace(operation="linear"), x, self.weight, self.bias), choices)
+
+    def norm_of_sum(self, x: Input, residual: Tensor, norm: RMSNorm) -> Normed:
+        """norm of a linear_add's sum, which whoever reads it first computes where the product does not."""
+        addend = self.addend(x)
+        return Normed(self(x, residual), norm) if addend is None else NormOfSum(residual, norm, addend)
 
     @property
     def row(self) -> tuple[Key, Row[Bound]]:

@@ -57,6 +57,7 @@ class ExpertsProblem(NamedTuple):
     activation: Activation = SWIGLU
     scales: Tensor | None = None  # [all experts], which multiply the weights; None for ones
     mine: range | None = None  # the experts whose weights and biases these are; None: all. Others add nothing.
+    more: Tensor | None = None  # [num_tokens, hidden_size], which is added too
 
     @property
     def mean_top_k(self) -> int:

@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from nanovllm.layers.activation import Gated
-from nanovllm.layers.formats.format import Input
+from nanovllm.layers.formats.format import Input, value_of
 from nanovllm.layers.layernorm import Normed, RMSNorm
 from nanovllm.layers.parallel.residual_reducer import ResidualReducer
 
@@ -40,8 +39,7 @@ def add_over_ranks(layer: Any, residual: Tensor, x: Input, norm: RMSNorm | None,
         y = tp.all_reduce(layer.part_of_sum("linear", x))
         return Normed(output_norm.add_to(residual, y), norm)
     if reducer is not None and norm is not None:
-        if isinstance(x, (Normed, Gated)):
-            x = x.value()
+        x = value_of(x)
         if reducer.is_posting:
             reducer.add_linear(residual, x, layer.matrix, layer.bias_of_rank, posted_constants(layer, len(x)))
             return Normed(residual, norm)

@@ -34,6 +34,7 @@ class ExpertTiles(Candidate):
     operations = ("experts",)
     formats = (Unquantized.name, Fp8.name, Fp8Blocks.name)
     is_default = True
+    adds_more = True
 
     def fitted(self, weight: Weight, constants: tuple) -> tuple | None:
         itemsize = weight.values.itemsize  # of the inputs too, as they are multiplied
@@ -90,6 +91,7 @@ def experts_twin(problem: ExpertsProblem, linear: Callable[[Tensor, Weight], Ten
     routed = route_torch(*_routing(problem))
     products = _product(weight, bias, linear), _product(second, down_bias, linear)
     total = experts_torch(value_of(x), *routed, len(weight), *products, activation)
+    total = total if problem.more is None else total + problem.more
     return out.copy_(out.float() + total if add else total)
 
 
@@ -113,8 +115,10 @@ def _product(
 
 
 def others(problem: ExpertsProblem, experts: Tensor) -> dict[str, Any]:
-    """Arguments of `add_pairs` for pairs with experts whose weights are not here. experts: from `route`."""
-    return {} if problem.mine is None else {"experts": experts, "num_experts": len(problem.weight)}
+    """Arguments of `add_pairs`: for what else is added, and for pairs with experts whose weights are not here. experts:
+    from `route`."""
+    more: dict[str, Any] = {"more": problem.more}
+    return more if problem.mine is None else more | {"experts": experts, "num_experts": len(problem.weight)}
 
 
 def _operands(x: Input, weight: Weight) -> tuple[Tensor, dict[str, Any]]:

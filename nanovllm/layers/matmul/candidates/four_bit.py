@@ -23,4 +23,6 @@ def arranged(x: Input) -> Tensor:
     """A product's input in the order in which tiles of words multiply it."""
     if is_waiting_norm(x):
         return rms_norm_arrange(x.residual, x.weight, x.eps)
-    return silu_and_mul_arrange(x.gate_up) if isinstance(x, Gated) else arrange(value_of(x))
+    if isinstance(x, Gated) and x.of_token is None:
+        return silu_and_mul_arrange(x.gate_up)
+    return arrange(value_of(x))

@@ -24,6 +24,7 @@ class FourBitExperts(Candidate):
     name = "expert-tiles-4bit"
     operations = ("experts",)
     formats = FORMATS
+    adds_more = True
 
     def supports(self, key: Key, weight: Weight) -> bool:
         is_there = use_kernels(weight.values) and weight.dtype in DTYPES

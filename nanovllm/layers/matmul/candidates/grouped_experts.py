@@ -33,6 +33,7 @@ class GroupedExperts(Candidate):
     name = "grouped-experts"
     operations = ("experts",)
     formats = (Unquantized.name, Fp8.name, Fp8Blocks.name, *_FOUR_BIT)
+    adds_more = True
 
     def supports(self, key: Key, weight: Weight) -> bool:
         if not self.is_for(key) or not use_kernels(weight.values) or not GpuFacts.of(weight.device).is_hopper:

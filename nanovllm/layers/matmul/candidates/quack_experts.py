@@ -23,6 +23,7 @@ class QuackExperts(Candidate):
     name = "quack-experts"
     operations = ("experts",)
     formats = Quack.formats
+    adds_more = True
 
     def __init__(self, quack: Quack):
         self._quack = quack

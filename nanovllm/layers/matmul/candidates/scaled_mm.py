@@ -30,6 +30,7 @@ class ScaledMm(Candidate):
     operations = ("linear", "linear_silu", "linear_add", "linear_sum")
     formats = (Fp8.name, Fp8Blocks.name)
     is_default = True
+    adds_apart = True
 
     def launch(self, problem: Problem, constants: tuple = ()) -> Tensor | Gated:
         key, x, weight, bias, out = problem
