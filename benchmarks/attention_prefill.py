@@ -2,8 +2,9 @@
 
     python benchmarks/attention_prefill.py --json out.json
 
-Qwen3-0.6B's heads: 16 query heads, 8 KV heads, head_dim 128, bfloat16. Prints TFLOP/s. A sequence of n keys, `cached`
-of which are in the cache already, counts 2 * heads * head_dim * (n^2 - cached^2) FLOPs.
+Qwen3-0.6B's heads: 16 query heads, 8 KV heads, head_dim 128, bfloat16. Then those of Gemma 4 26B-A4B, with a window and
+without, and of Qwen3.5-9B, which have no tiles to choose. Prints TFLOP/s. A query counts 4 * head_dim FLOPs for each
+key that it attends to.
 """
 
 import argparse
@@ -27,7 +28,6 @@ from nanovllm.layers.backends.flash_attn4 import FlashAttn4, load_flash_attn4
 from nanovllm.utils.context import Context
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK_SIZE = 16, 8, 128, 256
-SCALE = HEAD_DIM**-0.5
 COPIES = 3  # inputs to rotate over, so that none is in the L2 cache from the call before
 SWEEP = [
     PrefillTiles(rows, keys, warps, stages)
@@ -40,18 +40,34 @@ class Shape(NamedTuple):
     num_seqs: int
     new: int
     cached: int = 0
+    heads: int = HEADS
+    kv_heads: int = KV_HEADS
+    head_dim: int = HEAD_DIM
+    window: int | None = None
 
     @property
     def name(self) -> str:
-        return f"{self.num_seqs}x{self.new}" + (f" over {self.cached}" if self.cached else "")
+        lengths = f"{self.num_seqs}x{self.new}" + (f" over {self.cached}" if self.cached else "")
+        heads = f", {self.heads}/{self.kv_heads}x{self.head_dim}" if self.head_dim != HEAD_DIM else ""
+        return lengths + heads + (f", window {self.window}" if self.window else "")
 
     @property
     def flops(self) -> int:
-        return self.num_seqs * 2 * HEADS * HEAD_DIM * ((self.cached + self.new) ** 2 - self.cached**2)
+        keys = sum(min(self.window or i + 1, i + 1) for i in range(self.cached, self.cached + self.new))
+        return self.num_seqs * 4 * self.heads * self.head_dim * keys
 
 
 SHAPES = [Shape(8, 2000), Shape(30, 550), Shape(4, 4000), Shape(128, 100), Shape(8, 512, cached=2048)]
 SHAPES += [Shape(200, 80), Shape(64, 250), Shape(40, 400), Shape(200, 64, cached=2048), Shape(200, 80, cached=256)]
+WIDE = [
+    Shape(*lengths, **heads)
+    for heads in (
+        {"heads": 16, "kv_heads": 8, "head_dim": 256, "window": 1024},
+        {"heads": 16, "kv_heads": 2, "head_dim": 512},
+        {"heads": 16, "kv_heads": 4, "head_dim": 256},
+    )
+    for lengths in ((8, 2000), (64, 250), (4, 2000, 2000))
+]
 TINY = [Shape(2, 100), Shape(2, 100, cached=256)]  # for compiling the kernel without and with pages
 
 
@@ -64,30 +80,36 @@ class Batch(NamedTuple):
     k_cache: torch.Tensor | None
     v_cache: torch.Tensor | None
     context: Context
+    window: int | None = None
+
+    @property
+    def scale(self) -> float:
+        return self.q.shape[-1] ** -0.5
 
 
 def make_batch(shape: Shape) -> Batch:
     """Random inputs; q, k and v are views of one fused [tokens, heads + 2 kv_heads, head_dim] tensor."""
-    num_seqs, new, cached = shape
+    num_seqs, new, cached, heads, kv_heads, head_dim, window = shape
     device = torch.device("cuda")
-    qkv = torch.randn(num_seqs * new, HEADS + 2 * KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
-    q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+    qkv = torch.randn(num_seqs * new, heads + 2 * kv_heads, head_dim, dtype=torch.bfloat16, device=device)
+    q, k, v = qkv.split([heads, kv_heads, kv_heads], dim=1)
     cu_seqlens_q, cu_seqlens_k = (
         torch.arange(num_seqs + 1, dtype=torch.int32, device=device) * length for length in (new, cached + new)
     )
     k_cache = v_cache = tables = None
     if cached:
         blocks = -(-(cached + new) // BLOCK_SIZE)
-        pages = torch.randn(2, num_seqs * blocks, BLOCK_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device)
+        pages = torch.randn(2, num_seqs * blocks, BLOCK_SIZE, kv_heads, head_dim, dtype=torch.bfloat16, device=device)
         k_cache, v_cache = pages.unbind(0)
         tables = torch.randperm(num_seqs * blocks, device=device).view(num_seqs, blocks).int()
     context = Context(True, cu_seqlens_q, cu_seqlens_k, new, cached + new, block_tables=tables)
-    return Batch(q, k, v, k_cache, v_cache, context)
+    return Batch(q, k, v, k_cache, v_cache, context, window)
 
 
 def triton_prefill(batch: Batch) -> torch.Tensor:
     c = batch.context
-    return paged_prefill(*batch[:5], c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.block_tables, SCALE)
+    lengths = c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q
+    return paged_prefill(*batch[:5], *lengths, c.block_tables, batch.scale, batch.window)
 
 
 def flash_attn2() -> Callable[[Batch], torch.Tensor] | None:
@@ -102,7 +124,8 @@ def flash_attn2() -> Callable[[Batch], torch.Tensor] | None:
         k, v = (batch.k, batch.v) if c.block_tables is None else (batch.k_cache, batch.v_cache)
         return flash_attn_varlen_func(
             batch.q, k, v, c.cu_seqlens_q, c.cu_seqlens_k, c.max_seqlen_q, c.max_seqlen_k,
-            softmax_scale=SCALE, causal=True, block_table=c.block_tables,
+            softmax_scale=batch.scale, causal=True, block_table=c.block_tables,
+            window_size=(-1, -1) if batch.window is None else (batch.window - 1, 0),
         )  # fmt: skip
 
     return prefill
@@ -124,7 +147,7 @@ def flash_attn4() -> Callable[[Batch], torch.Tensor] | None:
 
 
 def run_flash_attn4(package: FlashAttn4, batch: Batch) -> torch.Tensor:
-    out = package.prefill(*batch, SCALE)
+    out = package.prefill(*batch[:6], batch.scale)
     if out is None:
         raise RuntimeError("flash-attn-4 failed: see the warning above")
     return out
@@ -188,6 +211,8 @@ def compare(batches: dict[Shape, list[Batch]]) -> list[dict]:
             print(f"{name}: not usable here")
             continue
         for shape, own in batches.items():
+            if name.startswith("flash-attn-4") and shape.head_dim != HEAD_DIM:
+                continue
             if name.endswith("128"):
                 if not shape.cached:
                     continue
@@ -241,11 +266,12 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.inference_mode():
         batches = {shape: [make_batch(shape) for _ in range(COPIES)] for shape in SHAPES}
-        results = {"implementations": compare(batches), "tiles": []}
-        print(f"{'':28} {'shape':>16} {'TFLOP/s':>8} {'us':>8} {'host us':>8} {'|diff|':>8}")
+        wide = {shape: [make_batch(shape) for _ in range(COPIES)] for shape in WIDE}
+        results = {"implementations": compare(batches | wide), "tiles": []}
+        print(f"{'':28} {'shape':>36} {'TFLOP/s':>8} {'us':>8} {'host us':>8} {'|diff|':>8}")
         for row in results["implementations"]:
             print(
-                f"{row['implementation']:28} {row['shape']:>16} {row['tflops']:8.0f} {row['us']:8.0f} "
+                f"{row['implementation']:28} {row['shape']:>36} {row['tflops']:8.0f} {row['us']:8.0f} "
                 f"{row['host_us']:8.0f} {row['difference']:8.4f}"
             )
         if not args.no_sweep:

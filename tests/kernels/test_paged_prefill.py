@@ -156,15 +156,37 @@ def test_long_bfloat16_prompts():
     check(make_case([(0, 2000), (0, 550), (0, 1)], 16, 8, 128, 256, False, torch.bfloat16, "cuda", seed=1))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("paged", [False, True])
+@pytest.mark.parametrize(
+    ("heads", "window", "has_sinks", "dtype"),
+    [
+        ((16, 8, 256), 100, False, torch.bfloat16),
+        ((6, 2, 256), None, True, torch.float16),
+        ((16, 2, 512), None, False, torch.bfloat16),
+        ((7, 1, 512), 100, True, torch.float16),
+    ],
+)
+def test_wide_heads(heads, window, has_sinks, dtype, paged):
+    """On Hopper by the kernel whose warps share the work. Groups of all sizes, windows that start within a tile, ends
+    within a tile, and sequences with nothing to do."""
+    lens = [(200, 90), (0, 131), (31, 2), (0, 0), (1025, 300)] if paged else [(0, 37), (0, 1), (0, 0), (0, 1200)]
+    case = make_case(lens, *heads, 64, paged, dtype, "cuda", seed=1, window=window)
+    if has_sinks:
+        case.arguments["sinks"] = torch.linspace(-4, 4, heads[0], dtype=dtype, device="cuda")
+    check(case)
+
+
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # of NaN, in Triton's interpreter
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_sequence_of_nan_spoils_no_other(paged, device):
     """Neither in the batch nor in the cache, where its blocks lie between theirs."""
-    case = make_case([(0, 37), (0, 40), (0, 70)], 4, 2, 64, 16, paged, torch.float16, device, seed=1)
+    head_dim, block_size = (256, 64) if device == "cuda" else (64, 16)
+    case = make_case([(0, 37), (0, 40), (0, 70)], 4, 2, head_dim, block_size, paged, torch.float16, device, seed=1)
     arguments = case.arguments
     expected = paged_prefill(**arguments)
     if paged:
-        spoilt = arguments["block_tables"][1, :3].long()
+        spoilt = arguments["block_tables"][1, : -(-40 // block_size)].long()
         arguments["k_cache"][spoilt] = arguments["v_cache"][spoilt] = float("nan")
     else:
         arguments["k"][37:77] = arguments["v"][37:77] = float("nan")
