@@ -40,8 +40,8 @@ from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.start import build
 from nanovllm.engine.start.kernel_compilation import trace_steps
 from nanovllm.kernels import launch
+from nanovllm.kernels.attention.hopper_prefill import HopperTiles
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
-from nanovllm.kernels.attention.wide_prefill import SHARED_BYTES
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.experts.grouped import GroupedTile
@@ -123,8 +123,9 @@ class Launch(NamedTuple):
             tiles = PrefillTiles(*(options[name] for name in ("TILE_ROWS", "TILE_KEYS", "num_warps", "num_stages")))
             padded_dim = options.get("PADDED_DIM") or options["MAIN"] + options["REST"]
             return tiles.shared_bytes(padded_dim, self.dtypes[1].itemsize, device)
-        if self.name == "_wide_prefill_kernel":
-            return SHARED_BYTES
+        if self.name == "_hopper_prefill_kernel":
+            of_hopper = HopperTiles(*(options[name] for name in ("KEYS", "STAGES", "GROUPS", "PERSISTENT")))
+            return of_hopper.shared_bytes(options["HEAD_DIM"])
         if self.name == "_experts_kernel":
             config = TileConfig(*(options[name] for name in ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")))
             itemsize = self.args[0].dtype.itemsize

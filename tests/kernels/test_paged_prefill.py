@@ -161,17 +161,22 @@ def test_long_bfloat16_prompts():
 @pytest.mark.parametrize(
     ("heads", "window", "has_sinks", "dtype"),
     [
+        ((8, 1, 64), 100, True, torch.bfloat16),
+        ((14, 2, 64), None, False, torch.float16),
+        ((16, 8, 128), None, True, torch.bfloat16),
+        ((6, 2, 128), 100, False, torch.float16),
         ((16, 8, 256), 100, False, torch.bfloat16),
         ((6, 2, 256), None, True, torch.float16),
         ((16, 2, 512), None, False, torch.bfloat16),
         ((7, 1, 512), 100, True, torch.float16),
     ],
 )
-def test_wide_heads(heads, window, has_sinks, dtype, paged):
-    """On Hopper by the kernel whose warps share the work. Groups of all sizes, windows that start within a tile, ends
-    within a tile, and sequences with nothing to do."""
-    lens = [(200, 90), (0, 131), (31, 2), (0, 0), (1025, 300)] if paged else [(0, 37), (0, 1), (0, 0), (0, 1200)]
-    case = make_case(lens, *heads, 64, paged, dtype, "cuda", seed=1, window=window)
+def test_warps_that_share_the_work(heads, window, has_sinks, dtype, paged):
+    """By the kernel for Hopper. Groups of all sizes, windows that start within a tile, ends within a tile, sequences
+    with nothing to do, and blocks of a tile and less."""
+    lens = [(200, 90), (0, 131), (31, 2), (0, 0), (1025, 600)] if paged else [(0, 37), (0, 1), (0, 0), (0, 1200)]
+    block_size = 128 if has_sinks else 64
+    case = make_case(lens, *heads, block_size, paged, dtype, "cuda", seed=1, window=window)
     if has_sinks:
         case.arguments["sinks"] = torch.linspace(-4, 4, heads[0], dtype=dtype, device="cuda")
     check(case)
@@ -181,8 +186,8 @@ def test_wide_heads(heads, window, has_sinks, dtype, paged):
 @pytest.mark.parametrize("paged", [False, True])
 def test_a_sequence_of_nan_spoils_no_other(paged, device):
     """Neither in the batch nor in the cache, where its blocks lie between theirs."""
-    head_dim, block_size = (256, 64) if device == "cuda" else (64, 16)
-    case = make_case([(0, 37), (0, 40), (0, 70)], 4, 2, head_dim, block_size, paged, torch.float16, device, seed=1)
+    block_size = 64 if device == "cuda" else 16
+    case = make_case([(0, 37), (0, 40), (0, 70)], 4, 2, 64, block_size, paged, torch.float16, device, seed=1)
     arguments = case.arguments
     expected = paged_prefill(**arguments)
     if paged:

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm.kernels.attention.hopper_prefill import can_attend, hopper_prefill
 from nanovllm.kernels.attention.paged_cache import check_layout, check_sinks, key_slots, load_blocks, load_sinks
-from nanovllm.kernels.attention.wide_prefill import can_attend, wide_prefill
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.shared_memory import fits
@@ -233,9 +233,9 @@ def paged_prefill(
     out = torch.empty((total_q, num_heads, head_dim), dtype=q.dtype, device=q.device)
     if total_q == 0:
         return out
-    if kv_scales is None and can_attend(q, keys, values, paged):
+    if kv_scales is None and can_attend(q, keys, values, max_seqlen_q, paged):
         lengths = cu_seqlens_q, cu_seqlens_k, max_seqlen_q
-        wide_prefill(out, q, keys, values, *lengths, block_tables, scale, window, sinks)
+        hopper_prefill(out, q, keys, values, *lengths, block_tables, scale, window, sinks)
         return out
     group = num_heads // num_kv_heads
     padded_dim = max(16, triton.next_power_of_2(head_dim))
