@@ -47,6 +47,8 @@ CASES = [
     # Two tiles of tokens, with splits and without.
     (128, 40, 256, HALF, some_config(num_stages=4, prefetch=0)),
     (65, 24, 256, FLOAT16, some_config(16, 64, splits=2)),
+    # A router's few rows and more tokens than other weights may have.
+    (150, 32, 256, HALF, SplitKConfig(16, 64, 2, 3, 0, 16)),
     # The last two splits have nothing to add up.
     (20, 33, 112, FLOAT16, some_config(16, 64, splits=4)),
 ]
@@ -118,12 +120,14 @@ def test_wrong_arguments_are_refused(device):
     x, weight, residual = (torch.zeros(*shape, device=device).half() for shape in ((2, 32), (8, 32), (2, 8)))
     given = {"x": x, "weight": weight, "y": residual, "bias": None, "config": CONFIG, "arrivals": None}
     wrong = {
-        "x": [x.new_zeros(129, 32), x.new_zeros(0, 32), x[:, :16], x.new_zeros(32, 2).t(), x[0]],
+        "x": [x.new_zeros(1025, 32), x.new_zeros(0, 32), x[:, :16], x.new_zeros(32, 2).t(), x[0]],
         "weight": [weight[0], weight[:, :16], weight[:0], weight.bfloat16()],
         "y": [residual[:1], residual[:, :4], residual.float(), residual.new_zeros(8, 2).t()],
         "bias": x[0],
     }
     assert_refused(split_k, given, wrong)
+    wide = {"weight": weight.new_zeros(65, 32), "x": x.new_zeros(128, 32), "y": x.new_zeros(128, 65)}
+    assert_refused(split_k, given | wide, {"x": x.new_zeros(129, 32)})
     assert_refused(partial(split_k, silu=True), given | {"y": residual[:, :4]}, {"weight": weight[:7]})
     with pytest.raises(ValueError, match=r"^x must be bfloat16 or float16"):
         linear(x.float(), weight.float(), config=CONFIG)

@@ -26,7 +26,8 @@ DTYPES = (torch.bfloat16, torch.float16)
 ALIGNMENT = 16  # columns; other rows are read two bytes at a time
 # The rows of Hopper's tensor-core instruction. Fewer tokens are padded.
 TILE_TOKENS = 64
-MAX_TOKENS = 2 * TILE_TOKENS  # of x and weights that are not in e4m3
+MAX_TOKENS = 2 * TILE_TOKENS  # of x and weights that are not in e4m3; see `max_tokens`
+_FEW_ROWS, _MAX_TOKENS_OF_FEW_ROWS = 64, 1024  # such as those of a router
 # Counters for launches with splits, one a tile of results.
 _MAX_SPLIT_TILES = 1024
 _MIN_TILE_ROWS = 16
@@ -53,6 +54,12 @@ class SplitKConfig(NamedTuple):
         stage_bytes = itemsize * self.tile_k * (self.tile_rows + self.tile_tokens)
         num_stages = fitting_stages(stage_bytes, self.num_stages, device)
         return self._replace(num_stages=num_stages) if num_stages else None
+
+
+def max_tokens(num_rows: int) -> int:
+    """Of x and a weight with so many rows that are not in e4m3. A weight with few rows is few tiles, which most
+    multiprocessors would have no part of without splits, whatever the number of tokens."""
+    return _MAX_TOKENS_OF_FEW_ROWS if num_rows <= _FEW_ROWS else MAX_TOKENS
 
 
 def make_arrivals(device: torch.device | str | None = None) -> Tensor:
@@ -218,8 +225,8 @@ def split_k(
     Rows of x don't influence each other. Another number of tokens may round differently.
 
     Args:
-        x: `[M, K]`, M in 1..MAX_TOKENS, bfloat16 or float16, any row stride; or of any M, in e4m3. Rows of a multiple
-            of 16 bytes, 16 bytes apart and aligned to as many, are read fast.
+        x: `[M, K]`, M in 1..max_tokens(N), bfloat16 or float16, any row stride; or of any M, in e4m3. Rows of a
+            multiple of 16 bytes, 16 bytes apart and aligned to as many, are read fast.
         weight: `[N, K]`, contiguous, of x's dtype.
         y: `[M, N]`, bfloat16 or float16, as x if that is neither in e4m3; any row stride; shares no memory with x.
         bias: `[N]`, any float dtype, or None.
@@ -236,7 +243,7 @@ def split_k(
         ValueError: another shape, layout or dtype; the message begins with the argument's name.
     """
     if weight_scale is None:
-        check_layer(x, weight, bias, MAX_TOKENS)
+        check_layer(x, weight, bias, max_tokens(len(weight)))
         if x_scale is not None:
             raise ValueError("weight_scale must be given if x_scale is")
         dtype = x.dtype

@@ -1,6 +1,7 @@
 """Our kernel that splits K. It requests weights while the kernel before it still runs."""
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -19,7 +20,8 @@ from nanovllm.layers.matmul.table import Key
 
 
 class SplitK(Candidate):
-    """It is for weights in fp8, or for up to 128 tokens and weights with few rows. constants: a `SplitKConfig`'s."""
+    """It is for weights in fp8, or for up to 128 tokens and weights with few rows, a router's for up to 1,024.
+    constants: a `SplitKConfig`'s."""
 
     name = "split-k"
     operations = ("linear", "linear_silu", "linear_add", "linear_sum")
@@ -40,7 +42,7 @@ class SplitK(Candidate):
 
     def launch(self, problem: Problem, constants: tuple) -> Tensor | None:
         key, x, weight, bias, _ = problem
-        if weight.scale is None and len(x) > kernels.MAX_TOKENS:
+        if weight.scale is None and len(x) > kernels.max_tokens(key.N):
             return None
         values, x_scale = weight.format.quantize_input(x)
         y = problem.result()
@@ -74,6 +76,10 @@ class SplitK(Candidate):
                     if 512 * splits <= key.K and is_enough:
                         yield tile_rows, 128, splits, 6, 1024
                         yield tile_rows, 128, splits, 4, 0
+        elif num_tokens <= kernels.max_tokens(key.N):
+            for tile_rows, tile_tokens, splits in product((16, 32), (16, 64), (4, 8)):
+                if 256 * splits <= key.K:
+                    yield SplitKConfig(tile_rows, 128, splits, 4, 0, tile_tokens)
 
 
 def _challengers_in_fp8(key: Key, num_tokens: int, num_multiprocessors: int, in_blocks: bool) -> Iterator[tuple]:
