@@ -44,6 +44,7 @@ from nanovllm.kernels.attention.hopper_prefill import HopperTiles
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
 from nanovllm.kernels.experts.experts import TileConfig
 from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
+from nanovllm.kernels.experts.four_bit_experts_hopper import FourBitExpertsHopperConfig
 from nanovllm.kernels.experts.grouped import GroupedTile
 from nanovllm.kernels.gluon_stub import SharedDescriptor
 from nanovllm.kernels.gpu import GpuFacts
@@ -136,6 +137,9 @@ class Launch(NamedTuple):
             tiles_of_experts = FourBitExpertTiles(*(options[name] for name in names))
             stage = tiles_of_experts.stage_bytes(2 if options["SILU"] else 1)
             return stage * held_stages(tiles_of_experts.num_stages, device)
+        if self.name == "_four_bit_experts_hopper_kernel":
+            names = ("TOKENS", "NARROW", "ROWS", "STAGES")
+            return FourBitExpertsHopperConfig(*(options[name] for name in names)).shared_bytes
         if self.name == "_grouped_kernel":
             names = ("TOKENS", "COLUMNS", "K_TILE", "num_warps", "num_stages")
             grouped_tile = GroupedTile(*(options[name] for name in names))

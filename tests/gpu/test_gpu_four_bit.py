@@ -10,7 +10,12 @@ pytest.importorskip("triton")
 from four_bit_weights import KINDS, distance, make_four_bit
 from products import problem
 
-from nanovllm.kernels.experts import four_bit_experts, four_bit_experts_gemv, mxfp4_experts_gemv
+from nanovllm.kernels.experts import (
+    four_bit_experts,
+    four_bit_experts_gemv,
+    four_bit_experts_hopper,
+    mxfp4_experts_gemv,
+)
 from nanovllm.kernels.experts.experts import add_pairs, experts_torch, route, sort_by_expert
 from nanovllm.kernels.matmul.four_bit import FourBit, dequantize_torch
 from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig, four_bit_gemv
@@ -18,6 +23,7 @@ from nanovllm.kernels.matmul.four_bit_hopper import FourBitHopperConfig, can_mul
 from nanovllm.kernels.matmul.four_bit_tiles import (
     FourBitTileConfig,
     arrange,
+    arrange_pairs,
     four_bit_tiles,
     rms_norm_arrange,
     silu_and_mul_arrange,
@@ -25,7 +31,7 @@ from nanovllm.kernels.matmul.four_bit_tiles import (
 from nanovllm.kernels.matmul.int4_gemv import Int4GemvConfig, int4_gemv
 from nanovllm.kernels.matmul.split_k import make_arrivals
 from nanovllm.kernels.rms_norm import rms_norm
-from nanovllm.kernels.silu_and_mul import silu_and_mul
+from nanovllm.kernels.silu_and_mul import Activation, silu_and_mul
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.all_formats import QUANTIZATIONS
 from nanovllm.layers.layernorm import Normed, RMSNorm
@@ -298,3 +304,69 @@ def test_experts(kind, num_experts, top_k, hidden, intermediate, group):
         hidden_values = four_bit_experts.gate_up(arranged, order, starts, gate_up, biases[0], None)
         y = four_bit_experts.down(hidden_values, order, starts, shares, down, biases[1], None)
         assert distance(add_pairs(y, out, True, lens), expected) < 0.01
+
+
+# num_tokens, num_experts, top_k, hidden and intermediate size, constants of gate_up and of down: an expert without
+# tokens, tiles of both widths and several of an expert, rows and columns past the last tile, half of a last step.
+HOPPER_EXPERT_CASES = [
+    (3, 32, 4, 2880, 2880, (16, 16, 64, 4), (32, 16, 128, 3)),
+    (200, 32, 4, 2880, 2880, (64, 32, 128, 6), (32, 16, 64, 8)),
+    (700, 8, 3, 640, 448, (128, 64, 64, 5), (128, 32, 128, 4)),
+    (129, 5, 1, 128, 64, (64, 16, 128, 2), (64, 32, 64, 3)),
+]
+
+
+@on_hopper
+@pytest.mark.parametrize("case", HOPPER_EXPERT_CASES, ids=[str(case[0]) for case in HOPPER_EXPERT_CASES])
+def test_experts_on_hopper(case):
+    """Against the tiles of `four_bit_experts`, of which the test above is."""
+    num_tokens, num_experts, top_k, hidden, intermediate, first, second = case
+    gate_up = make_four_bit("e2m1", (num_experts, 2 * intermediate, hidden), 32, torch.bfloat16, "cuda")
+    down = make_four_bit("e2m1", (num_experts, hidden, intermediate), 32, torch.bfloat16, "cuda")
+    biases = [torch.randn(weight.shape[:2], device="cuda").bfloat16() for weight in (gate_up, down)]
+    activation = Activation(alpha=1.702, limit=1.5)
+    x = torch.randn(num_tokens, hidden, device="cuda").bfloat16()
+    lens = torch.ones(num_tokens, dtype=torch.int32, device="cuda")
+    lens[1:2] = 0
+    logits = torch.randn(num_tokens, num_experts, device="cuda")
+    logits[:, 0] -= 100  # no token's expert
+    experts, shares = route(logits, top_k, True, lens)
+    order, starts = sort_by_expert(experts, num_experts)
+    end = int(starts[-1])
+    configs = [four_bit_experts_hopper.FourBitExpertsHopperConfig(*each).fitted(x.device) for each in (first, second)]
+    hidden_values = four_bit_experts_hopper.gate_up(
+        arrange_pairs(x, order, top_k), starts, gate_up, biases[0], configs[0], activation
+    )
+    expected = four_bit_experts.gate_up(arrange(x), order, starts, gate_up, biases[0], None, activation)
+    assert distance(hidden_values[:end], expected[:end]) < 0.01
+    y = four_bit_experts_hopper.down(expected, order, starts, shares, down, biases[1], configs[1])
+    expected = four_bit_experts.down(expected, order, starts, shares, down, biases[1], None)
+    pairs = order[:end].long()
+    assert distance(y.flatten(0, 1)[pairs], expected.flatten(0, 1)[pairs]) < 0.01
+
+
+@on_hopper
+def test_every_e2m1_number_is_decoded_exactly_on_hopper():
+    K = 128
+    codes = torch.arange(256, dtype=torch.uint8, device="cuda").repeat(K // 2).view(1, 2 * K, K // 2)
+    scale = torch.tensor([127 - 40, 127, 127 + 20, 127 + 60], dtype=torch.uint8, device="cuda").repeat(1, 2 * K, 1)
+    weight = FourBit(codes, scale)
+    assert four_bit_experts_hopper.can_multiply(weight, torch.bfloat16)
+    config = four_bit_experts_hopper.FourBitExpertsHopperConfig(128, 64, 64, 2)
+    x = arrange(torch.eye(K, device="cuda", dtype=torch.bfloat16))
+    order = torch.arange(K, dtype=torch.int32, device="cuda")
+    starts = torch.tensor([0, K], dtype=torch.int32, device="cuda")
+    shares = torch.ones(K, 1, device="cuda")
+    found = four_bit_experts_hopper.down(x, order, starts, shares, weight, None, config)[:, 0]
+    assert torch.equal(found, dequantize_torch(weight)[0].bfloat16().t())
+
+
+@on_hopper
+def test_what_experts_on_hopper_cannot_multiply():
+    config = four_bit_experts_hopper.FourBitExpertsHopperConfig(16, 16, 64, 4)
+    starts = torch.zeros(3, dtype=torch.int32, device="cuda")
+    for kind, K, dtype in (("symmetric", 128, torch.bfloat16), ("e2m1", 96, torch.bfloat16), ("e2m1", 128, torch.half)):
+        weight = make_four_bit(kind, (2, 128, K), 32, dtype, "cuda")
+        assert not four_bit_experts_hopper.can_multiply(weight, dtype)
+        with pytest.raises(ValueError, match=r"^weight must have e2m1 numbers"):
+            four_bit_experts_hopper.gate_up(torch.zeros(4, K, dtype=dtype, device="cuda"), starts, weight, None, config)

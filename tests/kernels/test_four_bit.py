@@ -163,6 +163,10 @@ def test_arranged_inputs(K, device):
     torch.testing.assert_close(normed, arrange.twin(rms_norm.twin(half, weight, 1e-6)), rtol=2e-2, atol=1e-3)
     gated = tiles.silu_and_mul_arrange.kernel(x)
     torch.testing.assert_close(gated, arrange.twin(silu_and_mul.twin(x)), rtol=2e-2, atol=1e-3)
+    order = torch.tensor([4, 1, 0, 5, 2, 3, 3], dtype=torch.int32, device=device)
+    pairs = tiles.arrange_pairs.kernel(half, order, 2)
+    assert torch.equal(pairs, arrange.twin(half)[[2, 0, 0, 2, 1, 1, 1]])
+    assert torch.equal(pairs, tiles.arrange_pairs.twin(half, order, 2))
     if device == "cpu":
         assert torch.equal(tiles.arrange(half), arrange.twin(half))
 

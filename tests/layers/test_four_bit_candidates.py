@@ -8,11 +8,15 @@ pytest.importorskip("triton")
 from kernel_harness import launch_everywhere, nightly
 from products import default_result, problem
 
+from nanovllm.kernels.experts import four_bit_experts as tiles_kernels
+from nanovllm.kernels.experts import four_bit_experts_hopper as hopper_kernels
+from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
 from nanovllm.kernels.gluon_stub import HAS_GLUON
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul import four_bit_gemv as gemv_kernels
 from nanovllm.kernels.matmul.four_bit_hopper import FourBitHopperConfig, four_bit_hopper
 from nanovllm.kernels.matmul.four_bit_tiles import FourBitTileConfig
+from nanovllm.kernels.silu_and_mul import Activation
 from nanovllm.layers.activation import Gated
 from nanovllm.layers.formats.int4 import Int4
 from nanovllm.layers.formats.mxfp4 import Mxfp4
@@ -21,6 +25,7 @@ from nanovllm.layers.matmul.candidates import (
     Dequantized,
     FourBitExperts,
     FourBitExpertsGemv,
+    FourBitExpertsHopper,
     FourBitGemv,
     FourBitHopper,
     FourBitTiles,
@@ -35,6 +40,7 @@ from nanovllm.layers.matmul.candidates import (
     int4_gemv,
     mxfp4_experts_gemv,
 )
+from nanovllm.layers.matmul.candidates import four_bit_experts_hopper as experts_hopper_candidate
 from nanovllm.layers.matmul.candidates import four_bit_hopper as hopper_candidate
 from nanovllm.layers.matmul.candidates.four_bit import four_bit
 from nanovllm.layers.matmul.problem import ExpertsProblem
@@ -49,7 +55,7 @@ DEVICE = torch.device("cpu")
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     modules = four_bit_experts, four_bit_experts_gemv, four_bit_gemv, four_bit_tiles, int4_gemv
-    launch_everywhere(monkeypatch, *modules, mxfp4_experts_gemv)
+    launch_everywhere(monkeypatch, *modules, mxfp4_experts_gemv, experts_hopper_candidate)
 
 
 def assert_close(found, expected) -> None:
@@ -159,6 +165,70 @@ def test_challengers_are_few_and_fit_their_bounds(format):
             assert len(found) + len(tiles) < 100
             assert bool(found) == (num_tokens == 1)
             assert tiles
+
+
+@pytest.fixture
+def tiles_for_hopper(kernels_everywhere, monkeypatch):
+    """Triton's interpreter runs no Gluon. These compute the same of the same arguments, and are held to it on GPUs."""
+    tile = FourBitExpertTiles(16, 32, 64, 2, 3)
+
+    def gate_up(x, starts, weight, bias, config, activation):
+        return tiles_kernels.gate_up(x, torch.arange(len(x)).int(), starts, weight, bias, tile, activation)
+
+    def down(x, order, starts, shares, weight, bias, config):
+        return tiles_kernels.down(x, order, starts, shares, weight, bias, tile)
+
+    monkeypatch.setattr(hopper_kernels, "gate_up", gate_up)
+    monkeypatch.setattr(hopper_kernels, "down", down)
+
+
+def test_experts_on_hopper_get_a_row_for_each_pair(tiles_for_hopper):
+    num_experts, top_k, hidden_size, intermediate = 5, 2, 64, 32
+    gate_up, down = (
+        Mxfp4().quantize(torch.randn(num_experts, *shape) / 8, DTYPE)
+        for shape in ((2 * intermediate, hidden_size), (hidden_size, intermediate))
+    )
+    x, out = torch.randn(9, hidden_size).to(DTYPE), torch.randn(9, hidden_size).to(DTYPE)
+    lens, norm = torch.ones(9, dtype=torch.int32), RMSNorm(hidden_size).to(DTYPE).requires_grad_(False)
+    lens[2] = 0
+    biases = torch.randn(num_experts, 2 * intermediate).to(DTYPE), torch.randn(num_experts, hidden_size).to(DTYPE)
+    key, config = Key.of("experts", False, gate_up), (16, 16, 64, 2)
+    for given, add in ((x, True), (Normed(x, norm), False)):
+        options = gate_up, down, top_k, True, out.clone(), add, lens, *biases, Activation(alpha=1.7, limit=2.0)
+        asked = ExpertsProblem(key, given, torch.randn(9, num_experts), *options)
+        expected = default_result(asked._replace(out=out.clone()))
+        assert_close(FourBitExpertsHopper().launch(asked, (config, config))[lens > 0], expected[lens > 0])
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="this Triton has no Gluon that the kernel is written in")
+def test_experts_on_hopper_are_offered_for_mxfp4(monkeypatch):
+    monkeypatch.setattr(experts_hopper_candidate, "use_kernels", lambda x: True)
+    candidate = FourBitExpertsHopper()
+
+    def is_offered(format, N, K, dtype=torch.bfloat16):
+        weight = format.quantize(torch.randn(2, N, K), dtype)
+        return candidate.supports(Key.of("experts", False, weight), weight)
+
+    assert not is_offered(Mxfp4(), 128, 64), "a CPU"
+    monkeypatch.setattr(GpuFacts, "is_hopper", True)
+    assert is_offered(Mxfp4(), 128, 64)
+    for format, N, K, dtype in (
+        (Int4(), 128, 128, torch.bfloat16),
+        (Mxfp4(), 64, 64, torch.bfloat16),
+        (Mxfp4(), 128, 96, torch.bfloat16),
+        (Mxfp4(), 128, 64, torch.float16),
+    ):
+        assert not is_offered(format, N, K, dtype)
+
+
+def test_challengers_of_experts_on_hopper_fit_its_memory():
+    key = Key("experts", "decode", 5760, 2880, "mxfp4", experts=32)
+    for num_tokens in (1, 16, 64, 256, 1024, 16384):
+        found = list(FourBitExpertsHopper.challengers(key, num_tokens, 4, H200))
+        assert len(found) < 16
+        for each in found:
+            assert all(config.fitted(DEVICE) == config for config in each)
+    assert not list(FourBitExpertsHopper.challengers(key._replace(format="int4"), 64, 4, H200))
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="this Triton has no Gluon that the kernel is written in")

@@ -215,6 +215,7 @@ def test_tables_of_the_package(path):
     from nanovllm.kernels.experts.experts_gemv import ExpertsGemvConfig
     from nanovllm.kernels.experts.four_bit_experts import FourBitExpertTiles
     from nanovllm.kernels.experts.four_bit_experts_gemv import FourBitExpertsConfig
+    from nanovllm.kernels.experts.four_bit_experts_hopper import FourBitExpertsHopperConfig
     from nanovllm.kernels.experts.grouped import GroupedTile
     from nanovllm.kernels.experts.mxfp4_experts_gemv import Mxfp4ExpertsConfig
     from nanovllm.kernels.matmul.four_bit_gemv import FourBitGemvConfig
@@ -231,6 +232,7 @@ def test_tables_of_the_package(path):
     constant_types |= {"hopper-4bit": FourBitHopperConfig}
     pairs_of_types = {"experts-gemv": ExpertsGemvConfig, "expert-tiles": TileConfig, "quack-experts": Tile}
     pairs_of_types |= {"experts-gemv-4bit": FourBitExpertsConfig, "expert-tiles-4bit": FourBitExpertTiles}
+    pairs_of_types |= {"hopper-experts-4bit": FourBitExpertsHopperConfig}
     pairs_of_types |= {"dequantized": TileConfig, "grouped-experts": GroupedTile}
     pairs_of_types |= {"mxfp4-experts-gemv": Mxfp4ExpertsConfig}
     gpu = json.loads(path.read_text())["gpu"]

@@ -57,8 +57,10 @@ class FourBitTileConfig(NamedTuple):
 
 @triton.jit
 def _arrange_kernel(
-    x, norm_weight, y, x_stride, eps, K: tl.constexpr, BLOCK: tl.constexpr, SILU: tl.constexpr, PDL: tl.constexpr
-):
+    x, norm_weight, order, y, x_stride, eps, K: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+    SILU: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """order: None, or of pairs, TOP_K of each row of x."""
     await_previous(PDL)
     row = tl.program_id(0).to(tl.int64)
     place = tl.arange(0, 4)[:, None]
@@ -66,7 +68,10 @@ def _arrange_kernel(
     # The low byte of a word holds columns 2 i and 2 i + 16 of its 32, the high byte those after them.
     column = word // 8 * 32 + word % 8 * 2 + place // 2 + place % 2 * 16
     inside = word < K // 4
-    x += row * x_stride
+    if order is None:
+        x += row * x_stride
+    else:
+        x += (tl.load(order + row) // TOP_K).to(tl.int64) * x_stride
     value = tl.load(x + column, mask=inside, other=0.0)
     dtype: tl.constexpr = value.dtype
     if norm_weight is not None:
@@ -92,6 +97,15 @@ def arrange(x: Tensor) -> Tensor:
 
 
 @kernel_or_twin
+def arrange_pairs(x: Tensor, order: Tensor, top_k: int) -> Tensor:
+    """`arrange(x)` with a row for each pair (`experts` says what a pair is), in their order: `[num_pairs, K]`.
+
+    order: int32 `[num_pairs]`, contiguous, from `experts.sort_by_expert`. top_k: pairs of a token.
+    """
+    return arrange.twin(x[order.long() // top_k])
+
+
+@kernel_or_twin
 def rms_norm_arrange(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """`arrange(rms_norm(x, weight, eps))` (Zhang & Sennrich 2019). weight: `[K]`."""
     return arrange.twin(rms_norm.twin(x, weight, eps))
@@ -108,6 +122,11 @@ def _launch_arrange(x):
     return _arranged(x, None, 0.0, x.shape[1], False)
 
 
+@kernel_of(arrange_pairs)
+def _launch_arrange_pairs(x, order, top_k):
+    return _arranged(x, None, 0.0, x.shape[1], False, order, top_k)
+
+
 @kernel_of(rms_norm_arrange)
 def _launch_rms_norm_arrange(x, weight, eps):
     return _arranged(x, weight, eps, x.shape[1], False)
@@ -118,15 +137,23 @@ def _launch_silu_and_mul_arrange(x):
     return _arranged(x, None, 0.0, x.shape[1] // 2, True)
 
 
-def _arranged(x: Tensor, norm_weight: Tensor | None, eps: float, K: int, silu: bool) -> Tensor:
+def _arranged(
+    x: Tensor,
+    norm_weight: Tensor | None,
+    eps: float,
+    K: int,
+    silu: bool,
+    order: Tensor | None = None,
+    top_k: int = 1,
+) -> Tensor:
     if x.stride(1) != 1 or K % UNIT or (norm_weight is not None and norm_weight.shape != (K,)):
         raise ValueError(f"x must have contiguous rows of a multiple of {UNIT}, not {list(x.shape)} {x.stride()}")
-    y = torch.empty(len(x), K, dtype=x.dtype, device=x.device)
-    if len(x):
+    y = torch.empty(len(x if order is None else order), K, dtype=x.dtype, device=x.device)
+    if len(y):
         block = triton.next_power_of_2(K // _PLACES)
         num_warps = min(max(block // 128, 1), 16)
-        launcher(_arrange_kernel, (len(x),), has_pdl(x.device))(
-            x, norm_weight, y, x.stride(0), eps, K=K, BLOCK=block, SILU=silu, num_warps=num_warps
+        launcher(_arrange_kernel, (len(y),), has_pdl(x.device))(
+            x, norm_weight, order, y, x.stride(0), eps, K=K, TOP_K=top_k, BLOCK=block, SILU=silu, num_warps=num_warps
         )
     return y
 

@@ -11,6 +11,7 @@ from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
 from nanovllm.layers.matmul.candidates.fixed_order import FixedOrderProducts
 from nanovllm.layers.matmul.candidates.four_bit_experts import FourBitExperts
 from nanovllm.layers.matmul.candidates.four_bit_experts_gemv import FourBitExpertsGemv
+from nanovllm.layers.matmul.candidates.four_bit_experts_hopper import FourBitExpertsHopper
 from nanovllm.layers.matmul.candidates.four_bit_gemv import FourBitGemv
 from nanovllm.layers.matmul.candidates.four_bit_hopper import FourBitHopper
 from nanovllm.layers.matmul.candidates.four_bit_tiles import FourBitTiles
@@ -29,7 +30,7 @@ from nanovllm.layers.matmul.candidates.split_k import SplitK
 ALL: tuple[type[Candidate], ...] = (
     *(Cublas, ScaledMm, Dequantized, Gemv, SplitK, FusedSilu, Quack, ExpertTiles, ExpertsGemv, QuackExperts),
     *(Int4Gemv, FourBitGemv, FourBitTiles, FourBitHopper, FourBitExperts, FourBitExpertsGemv),
-    *(GroupedExperts, Mxfp4ExpertsGemv),
+    *(FourBitExpertsHopper, GroupedExperts, Mxfp4ExpertsGemv),
 )
 
 
@@ -39,5 +40,6 @@ def make_candidates(device: torch.device | None = None, quack: Quack | None = No
     if HAS_TRITON and device is not None and device.type == "cuda":
         candidates += [Gemv(), SplitK(device), FusedSilu(), ExpertsGemv()]
         candidates += [Int4Gemv(), FourBitGemv(device), FourBitTiles(device), FourBitHopper(device)]
-        candidates += [FourBitExperts(), FourBitExpertsGemv(), Mxfp4ExpertsGemv(), GroupedExperts()]
+        candidates += [FourBitExperts(), FourBitExpertsGemv(), FourBitExpertsHopper()]
+        candidates += [Mxfp4ExpertsGemv(), GroupedExperts()]
     return candidates if quack is None else [*candidates, quack, QuackExperts(quack)]
