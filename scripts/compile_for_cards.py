@@ -4,6 +4,7 @@
     python scripts/compile_for_cards.py                 what the nightly tests compile: of each kernel the largest
     python scripts/compile_for_cards.py --all           every variant, which takes about a second each
     python scripts/compile_for_cards.py --cards 89 --models gemma-3-4b --all
+    python scripts/compile_for_cards.py --later-steps   nothing, but says what later prefills would have to compile
 
 For each card and each model family an engine's own start runs on tensors without memory (torch's FakeTensorMode): it
 chooses its back end, tiles and table rows as on the card, and `kernel_compilation` goes through the launches of the
@@ -38,7 +39,8 @@ from nanovllm.engine import model_runner
 from nanovllm.engine.model_runner import ModelRunner
 from nanovllm.engine.ranks.ranks import Ranks
 from nanovllm.engine.start import build
-from nanovllm.engine.start.kernel_compilation import trace_steps
+from nanovllm.engine.start.kernel_compilation import compute_pretended, pretended_sequence, trace_steps
+from nanovllm.engine.step import Step
 from nanovllm.kernels import launch
 from nanovllm.kernels.attention.hopper_prefill import HopperTiles
 from nanovllm.kernels.attention.paged_prefill import PrefillTiles
@@ -309,6 +311,7 @@ class _TracingStart:
     """A start that ends where the weights would be loaded."""
 
     free_at_start, progress = 0, StartProgress(is_wanted=False)
+    found: dict[tuple, Launch]  # what has been recorded
 
     def __init__(self, runner: ModelRunner):
         self._runner = runner
@@ -326,7 +329,7 @@ class _TracingStart:
 
 
 @contextmanager
-def _recording() -> Iterator[dict[tuple, Launch]]:
+def _recording(start: type[_TracingStart] = _TracingStart) -> Iterator[dict[tuple, Launch]]:
     """A block of tensors without memory, whose launches are recorded."""
     found: dict[tuple, Launch] = {}
 
@@ -337,7 +340,7 @@ def _recording() -> Iterator[dict[tuple, Launch]]:
     with ExitStack() as stack:
         for target, name, value in (
             (launch, "_compile", record),
-            (model_runner, "Start", _TracingStart),
+            (model_runner, "Start", start),
             # Other packages' kernels are theirs to test.
             (build, "load_quack", lambda *args, **options: None),
             (GpuBackend, "use_flash_attn4", lambda *args, **options: None),
@@ -353,12 +356,15 @@ def _recording() -> Iterator[dict[tuple, Launch]]:
             launch._variants.reset(token)
 
 
-def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[tuple, Launch]:
+def launches(
+    model: str, options: dict[str, Any], device: torch.device, start: type[_TracingStart] = _TracingStart
+) -> dict[tuple, Launch]:
     """The variants that an engine launches on a pretended card, from its start on."""
     options = {"load_format": "dummy", "skip_tokenizer_init": True, "speculation": "suffix"} | options
     # Of a vision tower, `tower_launches` has our kernels.
     config = Config(model, device=str(device), text_only=True, **options)
-    with _recording() as found:
+    with _recording(start) as found:
+        start.found = found
         tp = TensorParallel()
         if config.tensor_parallel_size > 1:
             sizes = config.max_num_batched_tokens, config.hf_config.hidden_size, config.dtype
@@ -367,6 +373,53 @@ def launches(model: str, options: dict[str, Any], device: torch.device) -> dict[
         with suppress(_HasTraced):
             ModelRunner(config, 0, _Meeting(tp))
     return found
+
+
+# Prefills as requests ask for them: sequences, new tokens of each, and tokens that are cached.
+_LATER_PREFILLS = (
+    *((8, 2000, 0), (1, 2112, 0), (30, 550, 0), (64, 250, 0), (200, 80, 0), (3, 127, 0), (500, 32, 0), (7, 2, 0)),
+    *((200, 64, 2048), (100, 100, 512), (17, 300, 256), (4, 2000, 2000), (2, 1, 300)),
+)
+
+
+class _LaterSteps(_TracingStart):
+    """A start after which requests come. What these launch, and the start did not, is in `missed`."""
+
+    missed: dict[tuple, Launch]
+
+    def load_weights(self) -> None:
+        runner, config = self._runner, self._runner.config
+        with suppress(_HasTraced):
+            super().load_weights()
+        known = {_compiled_kind(key) for key in self.found}
+        num_blocks = max(-(-(new + cached) // config.kvcache_block_size) for _, new, cached in _LATER_PREFILLS)
+        for store in runner.stores:
+            store.allocate(num_blocks, 1, is_shared=True)
+        for num_seqs, num_new, num_cached in _LATER_PREFILLS:
+            seq = pretended_sequence(num_new, config.kvcache_block_size, num_cached)
+            compute_pretended(runner, Step([seq] * num_seqs, True, num_seqs))
+        self.missed |= {key: each for key, each in self.found.items() if _compiled_kind(key) not in known}
+        raise _HasTraced
+
+
+def missed_by_start(model: str, options: dict[str, Any], device: torch.device) -> list[Launch]:
+    """The variants of our kernels that later prefills launch, and the start does not: they compile in mid-run."""
+    missed: dict[tuple, Launch] = {}
+    with patch.object(_LaterSteps, "missed", missed, create=True):
+        launches(model, options, device, _LaterSteps)
+    return list(missed.values())
+
+
+def _compiled_kind(key: tuple) -> tuple:
+    """Of a recorded launch, what selects what is compiled: arguments that the kernel doesn't specialize on don't."""
+    kernel, *rest = key
+    kinds = list(rest[: len(kernel.params)])
+    for i, (param, kind) in enumerate(zip(kernel.params, kinds, strict=False)):
+        if param.do_not_specialize and isinstance(kind, tuple):
+            kinds[i] = kind[-1]  # of a number, whether it has more than 31 bits
+        elif param.do_not_specialize_on_alignment and isinstance(kind, tuple):
+            kinds[i] = kind[0]
+    return kernel, *kinds, *rest[len(kinds) :]
 
 
 def plain_launches(model: str, dtype: torch.dtype, device: torch.device) -> dict[tuple, Launch]:
@@ -518,14 +571,31 @@ def _cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
+def print_missed(cards: list[int], models: list[str]) -> bool:
+    """Print what later prefills would compile. Returns whether there is anything."""
+    has_missed = False
+    for capability in cards:
+        with pretended_card(capability) as device:
+            for model in models:
+                missed = missed_by_start(model, {}, device)
+                has_missed |= bool(missed)
+                for each in missed:
+                    print(f"sm_{capability} {model}: {each.name} {each.options}")
+                print(f"sm_{capability} {model}: {len(missed)} variants would be compiled in mid-run", flush=True)
+    return has_missed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="compile kernels for cards that are not here")
     parser.add_argument("--cards", type=int, nargs="+", default=list(CARDS), choices=list(CARDS))
     parser.add_argument("--models", nargs="+", default=family_models(), choices=PRESET_NAMES)
     parser.add_argument("--all", action="store_true", help="every variant, not the largest of each kind")
     parser.add_argument("--quick", action="store_true", help="few models, and only what is cut to a card's memory")
+    parser.add_argument("--later-steps", action="store_true", help="look for what would be compiled in mid-run")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    if arguments.later_steps:
+        sys.exit(print_missed(arguments.cards, arguments.models))
     all_errors, never_launched = [], all_kernels()
     for capability in arguments.cards:
         start, errors = _cpu_seconds(), []

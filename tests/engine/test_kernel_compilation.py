@@ -1,5 +1,9 @@
 """Which steps the start goes through, so that no later one compiles a kernel in mid-run."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +36,8 @@ from nanovllm.models.layer_facts import layer_products
 from nanovllm.models.presets import preset_config
 from nanovllm.models.qwen3_decoder import Qwen3ForCausalLM
 from nanovllm.utils.context import Context, step_context
+
+SCRIPT = Path(__file__).parents[2] / "scripts" / "compile_for_cards.py"
 
 
 @pytest.mark.parametrize("tma", [False, True])
@@ -188,3 +194,15 @@ def test_speculative_steps_of_the_start_fit_into_short_sequences(path, monkeypat
         for step in speculative:
             assert len(step.seqs) <= config.max_num_seqs
             assert max(step.rows.positions) <= config.max_speculative_tokens
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that there are other GPUs")
+def test_later_prefills_compile_nothing():
+    """Heads of 64, 128, 256 and 512, windows, experts and linear attention, on a Hopper GPU that is not here."""
+    models = "Qwen3-8B", "Qwen3-30B-A3B", "gpt-oss-20b", "gemma-4-26B-A4B", "Qwen3.5-9B"
+    command = sys.executable, SCRIPT, "--later-steps", "--cards", "90", "--models", *models
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600, env=environment)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert all(f"{model}: 0 variants" in result.stdout for model in models)

@@ -79,7 +79,9 @@ def trace_steps(runner: StepRunner) -> None:
     config, block_size = runner.config, runner.config.kvcache_block_size
     most_tokens, longest = config.max_num_batched_tokens, cast(int, config.max_model_len)
     num_tokens = min(_LONG_PREFILL, most_tokens, longest)
-    _compute(runner, Step([_sequence(num_tokens, block_size)], True, 1))  # Without a cache, as warmup_model does.
+    compute_pretended(
+        runner, Step([pretended_sequence(num_tokens, block_size)], True, 1)
+    )  # Without a cache, as warmup_model does.
     trace_products(runner.model, runner.decode_inputs.max_rows, most_tokens)
     num_blocks = -(-_NUM_SLOTS // block_size)
     for store in runner.stores:
@@ -87,13 +89,13 @@ def trace_steps(runner: StepRunner) -> None:
     seq = _decoding_sequence(block_size)
     # An engine that only makes vectors has no decode steps.
     for size in telling_batch_sizes(config.max_decode_rows) if config.task == "generate" else ():
-        _compute(runner, Step([seq] * size, False))
+        compute_pretended(runner, Step([seq] * size, False))
         if runner.backend.shares_reads and size > 1:
-            _compute(runner, _speculative_step(seq, size, 1 + config.max_speculative_tokens))
+            compute_pretended(runner, _speculative_step(seq, size, 1 + config.max_speculative_tokens))
         _trace_options(torch.empty(size, config.hf_config.vocab_size, dtype=config.dtype, device=runner.device))
     num_tokens = min(runner.mixed_step_rows, longest, _NUM_SLOTS) - 1
     if num_tokens > 0:
-        _compute(runner, Step([seq, _sequence(num_tokens, block_size)], False, 1))
+        compute_pretended(runner, Step([seq, pretended_sequence(num_tokens, block_size)], False, 1))
     warmup_kernels(runner, num_blocks)
     for store in runner.stores:
         store.free()
@@ -110,11 +112,12 @@ def warmup_kernels(runner: StepRunner, num_blocks: int) -> None:
     mid-run: short and long, with a cached prefix and without. They write to the first of num_blocks
     blocks, which no sequence has yet."""
     for seqs in warmup_batches(runner.config, num_blocks):
-        _compute(runner, Step(seqs, True, len(seqs)))
-    _compute(runner, Step([_decoding_sequence(runner.config.kvcache_block_size)], False))
+        compute_pretended(runner, Step(seqs, True, len(seqs)))
+    compute_pretended(runner, Step([_decoding_sequence(runner.config.kvcache_block_size)], False))
 
 
-def _compute(runner: StepRunner, step: Step) -> None:
+def compute_pretended(runner: StepRunner, step: Step) -> None:
+    """Launch a step of sequences that no request has asked for."""
     for columns in runner.decode_inputs.columns:
         columns.pretend(step)
     runner.prepare(step)
@@ -147,18 +150,24 @@ def _trace_options(logits: torch.Tensor) -> None:
 
 def warmup_batches(config: Config, num_blocks: int) -> Iterator[list[Sequence]]:
     """Prefills that together need every variant of the kernels: one sequence and two, short and as long as a variant
-    and a step allow, with a cached prefix and without, in the cache's first blocks."""
+    and a step allow, with a cached prefix and without, in the cache's first blocks. The last layer has a row for each
+    sequence; so there are as many sequences, too, as kernels of few tokens take."""
     most_tokens = config.max_num_batched_tokens
     longest = min(cast(int, config.max_model_len), num_blocks * config.kvcache_block_size)
-    # 256 are the most that our kernel is given without a cached prefix where flash-attn-4 has the rest of a long step.
-    for num_cached, num_new in ((0, 1), (0, 17), (0, 256), (0, 512), (16, 1), (16, 17), (16, 512)):
-        for num_seqs in range(1, min(config.max_num_seqs, 2) + 1):
+    # 100 are too few for Hopper's own kernel of attention, and many rows for the other one. 256 are the most that our
+    # kernels are given without a cached prefix where flash-attn-4 has the rest of a long step.
+    lengths = *((0, num_new) for num_new in (1, 17, 100, 256, 512)), *((16, num_new) for num_new in (1, 17, 100, 512))
+    for num_cached, num_new in lengths:
+        for num_seqs in (1, 2, 4, 8, 16) if num_new == 1 else (1, 2):
+            if num_seqs > config.max_num_seqs:
+                break
             num_scheduled = min(num_new, longest - num_cached, most_tokens // num_seqs)
             if num_scheduled >= 1:
-                yield [_sequence(num_scheduled, config.kvcache_block_size, num_cached)] * num_seqs
+                yield [pretended_sequence(num_scheduled, config.kvcache_block_size, num_cached)] * num_seqs
 
 
-def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Sequence:
+def pretended_sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Sequence:
+    """A sequence that prefills num_scheduled tokens after num_cached ones, in the cache's first blocks."""
     seq = Sequence(array("i", [0]) * (num_cached + num_scheduled), seed=0)
     seq.block_size = block_size
     seq.block_table = list(range(seq.num_blocks))
@@ -167,6 +176,6 @@ def _sequence(num_scheduled: int, block_size: int, num_cached: int = 0) -> Seque
 
 
 def _decoding_sequence(block_size: int) -> Sequence:
-    seq = _sequence(1, block_size)
+    seq = pretended_sequence(1, block_size)
     seq.is_prefill = False
     return seq
