@@ -414,7 +414,9 @@ class HopperTiles(NamedTuple):
         return 65536 // (128 * (self.groups + 1)) // 8 * 8
 
 
-_FEWEST_QUERIES = 128  # of heads of 128; with fewer in the longest sequence, `paged_prefill` is as fast or faster.
+# Of heads of 128: queries of the longest sequence, and query heads of a KV head. With fewer queries `paged_prefill` is
+# as fast or faster. With two query heads this kernel is a fifth faster alone, but no whole prefill has shown that yet.
+_FEWEST_QUERIES, _FEWEST_HEADS = 128, 4
 
 
 def choose_hopper_tiles(head_dim: int, max_seqlen_q: int, block_size: int | None) -> HopperTiles:
@@ -441,7 +443,8 @@ def can_attend(q: Tensor, keys: Tensor, values: Tensor, max_seqlen_q: int, paged
     are_16_bits = q.element_size() == 2 and keys.dtype == q.dtype
     in_blocks = block_size is None or block_size >= 64
     aligned = all(each.data_ptr() % 16 == 0 and each.stride(-3) % 8 == 0 for each in (keys, values))
-    pays = head_dim != 128 or max_seqlen_q >= _FEWEST_QUERIES
+    group = q.shape[1] // keys.shape[-2]
+    pays = head_dim != 128 or (max_seqlen_q >= _FEWEST_QUERIES and group >= _FEWEST_HEADS)
     return fits(tiles.shared_bytes(head_dim), q.device) and are_16_bits and in_blocks and aligned and pays
 
 
