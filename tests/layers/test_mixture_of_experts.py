@@ -360,6 +360,27 @@ def test_a_shared_expert_in_fp8_is_added_with_the_experts(everywhere, request, m
     torch.testing.assert_close(*sums, **rounding(torch.float32, 3, 64, terms=4))
 
 
+def test_a_shared_expert_is_added_where_the_first_candidate_leaves_the_problem(kernels_everywhere, monkeypatch):
+    """The next one adds nothing but its experts."""
+    key = Key("experts", "decode", 128, 64, Fp8().table_name(torch.float32), NUM_EXPERTS)
+    table = Table({key: Row({512: [CHOICES[0], CHOICES[1]]})})
+    with weight_format(Fp8()):
+        options = True, TensorParallel(), matmul_with(table, [ExpertsGemv()]), 64
+        layer = MixtureOfExperts(64, 64, NUM_EXPERTS, TOP_K, *options)
+    load_dummy(layer, seed=0)
+    for part in (layer.experts, layer.shared_expert):
+        for projection in (part.gate_up_proj, part.down_proj):
+            projection.weight_scale.data *= 20
+    x, norm = torch.randn(3, 64), RMSNorm(64).requires_grad_(False)
+    launched = []
+    monkeypatch.setattr(ExpertTiles, "launch", lambda self, problem, constants: launched.append(problem))
+    y = layer.add(x.clone(), Normed(x, norm), None).value()
+    assert launched, "the table's first candidate is asked"
+    layer.shared_expert.down_proj.weight_scale.data.zero_()
+    without = layer.add(x.clone(), Normed(x, norm), None).value()
+    assert (y - without).norm() > 0.01 * x.norm()
+
+
 def test_every_kernel_of_the_table_is_compiled_at_the_start():
     config = preset_config("Qwen3-30B-A3B")
     config.update({"num_hidden_layers": 2, "vocab_size": 64, "mlp_only_layers": [0]})

@@ -269,7 +269,8 @@ class MixtureOfExperts(nn.Module):
         key, row = product.row
         options = self.top_k, self.normalize, out, operation == "linear_add", lens
         choices, more = row[len(x)], None
-        if gated is not None and choices[0][0].adds_more:
+        # Each of them may leave the problem to the next one.
+        if gated is not None and all(candidate.adds_more for candidate, _ in choices):
             more = self.shared_expert.down_proj.products["linear_add"].addend(gated)
         problem = ExpertsProblem(key, x, logits, product.weight, down, *options, **self.extras, more=more)
         y = compute(problem, choices)

@@ -27,6 +27,7 @@ class Dequantized(Candidate):
     operations = ("linear", "linear_silu", "linear_add", "linear_sum", "experts")
     formats = (Int4.name, Mxfp4.name)
     is_default = True
+    adds_more = True
     suits_short_prefills = False
 
     def fitted(self, weight: Weight, constants: tuple) -> tuple | None:

@@ -25,6 +25,7 @@ class FourBitExpertsHopper(Candidate):
     name = "hopper-experts-4bit"
     operations = ("experts",)
     formats = (Mxfp4.name,)
+    adds_more = True
 
     def supports(self, key: Key, weight: Weight) -> bool:
         # Half of N is the number of columns of `down`'s weight.
