@@ -65,9 +65,10 @@ def test_what_the_split_k_kernel_supports(kernels_everywhere, N, K, dtype, is_su
         assert SplitK(torch.device("cpu")).supports(asked.key, asked.weight) == is_supported
 
 
-def test_the_split_k_kernel_takes_128_tokens(kernels_everywhere):
-    candidate, weight = SplitK(torch.device("cpu")), torch.zeros(8, 32).half()
-    for num_tokens, is_taken in ((128, True), (129, False)):
+@pytest.mark.parametrize(("num_rows", "most_tokens"), [(72, 128), (8, 1024)])
+def test_the_split_k_kernel_takes_few_tokens_or_few_rows(kernels_everywhere, num_rows, most_tokens):
+    candidate, weight = SplitK(torch.device("cpu")), torch.zeros(num_rows, 32).half()
+    for num_tokens, is_taken in ((most_tokens, True), (most_tokens + 1, False)):
         found = candidate.launch(problem("linear", torch.zeros(num_tokens, 32).half(), weight), (16, 32, 1, 2, 0))
         assert (found is not None) == is_taken
 
