@@ -25,7 +25,7 @@ class Ceilings(NamedTuple):
 
     bandwidth: float  # bytes a second of a large copy, read and written both counted
     flops: float  # of a large product of the model's dtype
-    layer_flops: float  # of one in the format of the layers' weights
+    layer_flops: float  # of one in fp8 if the layers' weights are, else as `flops`
 
 
 class AttentionSize(NamedTuple):
@@ -155,6 +155,11 @@ def floor_seconds(
     return seconds / num_gpus
 
 
+def multiplies_in_fp8(weight_format: WeightFormat | None) -> bool:
+    """Whether the layers' products are in fp8. Weights in 4 bits are multiplied in the model's dtype."""
+    return isinstance(weight_format, Fp8)
+
+
 def measure_ceilings(device: torch.device, dtype: torch.dtype, weight_format: WeightFormat | None = None) -> Ceilings:
     """Median of several: a copy of 4 GiB and a product of 8192^3 on a GPU, sizes of a second's work on a CPU, which has
     no products of fp8.
@@ -169,7 +174,7 @@ def measure_ceilings(device: torch.device, dtype: torch.dtype, weight_format: We
     for pause in (0, 1, 1, 1, 1):
         time.sleep(pause)
         flops = _matrix_rate(device, dtype, 8192)
-        layer_flops = _fp8_rate(device, 8192) if isinstance(weight_format, Fp8) else flops
+        layer_flops = _fp8_rate(device, 8192) if multiplies_in_fp8(weight_format) else flops
         measured.append(Ceilings(_copy_bandwidth(device, 2**32), flops, layer_flops))
     return Ceilings(*map(max, zip(*measured, strict=True)))
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nanovllm import LLM, SamplingParams
-from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds, measure_ceilings
+from nanovllm.bench.floor import Ceilings, ModelSize, floor_seconds, measure_ceilings, multiplies_in_fp8
 from nanovllm.bench.workloads import WORKLOADS
 from nanovllm.layers.formats.format import WeightFormat
 from nanovllm.utils.optional_packages import installed_versions
@@ -132,7 +132,7 @@ def find_ceilings(
     given: dict[str, float | None], device: torch.device, dtype: torch.dtype, weight_format: WeightFormat | None
 ) -> Ceilings:
     """Those that were given, and the others measured."""
-    layer_flops = given["flops"] if weight_format is None else given["fp8_flops"]
+    layer_flops = given["fp8_flops" if multiplies_in_fp8(weight_format) else "flops"]
     known: list[Any] = [each and each * 1e12 for each in (given["bandwidth"], given["flops"], layer_flops)]
     measured = known if all(known) else measure_ceilings(device, dtype, weight_format)
     return Ceilings(*(mine or its for mine, its in zip(known, measured, strict=True)))

@@ -7,8 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from nanovllm.cli import main
+from nanovllm.layers.formats.fp8 import Fp8, Fp8Blocks
+from nanovllm.layers.formats.int4 import Int4
+from nanovllm.layers.formats.mxfp4 import Mxfp4
 
 ROOT = Path(__file__).parents[2]
 
@@ -153,6 +157,13 @@ def test_the_plain_model_and_the_simple_loop_can_be_asked_for(asked_options, arg
     assert options["plain"] is bool(args)
     assert options["overlap_steps"]
     assert not asked_options(*args, "--no-overlap-steps")["overlap_steps"]
+
+
+@pytest.mark.parametrize(("weights", "rate"), [(None, 1), (Fp8(), 2), (Fp8Blocks(), 2), (Int4(), 1), (Mxfp4(), 1)])
+def test_only_weights_in_fp8_have_the_rate_of_fp8(bench, weights, rate):
+    given = {"bandwidth": 1.0, "flops": 1.0, "fp8_flops": 2.0}
+    found = bench.find_ceilings(given, torch.device("cpu"), torch.bfloat16, weights)
+    assert found == (1e12, 1e12, rate * 1e12)
 
 
 @pytest.mark.nightly
