@@ -220,7 +220,7 @@ def table_cases():
                 yield from ((key, bound, *choice) for choice in choices)
 
 
-@pytest.mark.parametrize(("key", "num_tokens", "name", "constants"), table_cases())
+@pytest.mark.parametrize(("key", "num_tokens", "name", "constants"), [*table_cases()])
 def test_what_the_table_names(key, num_tokens, name, constants):
     """With the norm, the activation or the sum."""
     device = torch.device("cuda", 0)

@@ -160,7 +160,7 @@ def expert_cases():
 
 
 @in_blocks
-@pytest.mark.parametrize(("name", "constants", "num_tokens"), expert_cases())
+@pytest.mark.parametrize(("name", "constants", "num_tokens"), [*expert_cases()])
 def test_every_candidate_for_experts_in_fp8_equals_the_twin(name, constants, num_tokens, in_blocks):
     """Of fewer experts than a model has, in the sizes of Qwen3-30B-A3B. Candidates that read inputs as they are differ
     by the rounding of these, which is 3 % of each product. The others differ where the tensor cores' sums, which may be
