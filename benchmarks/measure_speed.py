@@ -17,14 +17,16 @@ an hour on one H200.
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
-import threading
 import time
-from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
 from speed_data import INSTALLS, ROOT, Setup, put, reduced
@@ -137,26 +139,24 @@ class Run:
 
 def measure_all(run: Run, blocks: Sequence[Block], gpus: Sequence[str]) -> list[str]:
     """Each GPU takes one block after the other; those of several GPUs come last, alone. Names of missing reports."""
-    of_one = deque(block for block in blocks if block.setup.gpus == 1)
-    missing: list[str] = []
+    of_one: SimpleQueue[Block] = SimpleQueue()
+    for block in blocks:
+        if block.setup.gpus == 1:
+            of_one.put(block)
 
-    def take_blocks(gpu: str) -> None:
-        while of_one:
-            try:
-                block = of_one.popleft()
-            except IndexError:  # Another GPU took the last one.
-                return
-            missing.extend(run.measure(block, [gpu]))
+    def take_blocks(gpu: str) -> list[str]:
+        missing = []
+        with suppress(Empty):
+            while True:
+                missing += run.measure(of_one.get_nowait(), [gpu])
+        return missing
 
-    lanes = [threading.Thread(target=take_blocks, args=(gpu,)) for gpu in gpus]
-    for lane in lanes:
-        lane.start()
-    try:
-        for lane in lanes:
-            lane.join()
-    except KeyboardInterrupt:  # The terminal has told bench.py, too. Start nothing in its place.
-        run.end = float("-inf")
-        raise
+    with ThreadPoolExecutor(len(gpus)) as lanes:
+        try:
+            missing = [name for of_gpu in lanes.map(take_blocks, gpus) for name in of_gpu]
+        except BaseException:  # Of Ctrl-C the terminal has told bench.py, too. Start nothing in its place.
+            run.end = float("-inf")
+            raise
     for block in blocks:
         if block.setup.gpus > len(gpus):
             print(f"{block.name}: left out, because it needs {block.setup.gpus} GPUs", flush=True)
@@ -208,13 +208,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     pythons = {install: python for install in INSTALLS if (python := getattr(options, install))}
     if not pythons:
         parser.error("give --plain, --extra or both: the interpreters to measure with; or --put")
+    for install, python in pythons.items():
+        if shutil.which(python) is None:
+            parser.error(f"--{install} {python}: there is no such program")
+    if len(set(options.gpus)) < len(options.gpus):
+        parser.error(f"--gpus {' '.join(options.gpus)}: names a GPU twice")
     given = {name: value for name in _CEILINGS if (value := getattr(options, name)) is not None}
     ceilings = [each for name, value in given.items() for each in ("--" + name.replace("_", "-"), str(value))]
     options.folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
     run = Run(options.folder.resolve(), pythons, ceilings, options.commit or find_commit(), end)
     blocks = [block for block in BLOCKS if options.models is None or block.setup.model in options.models]
-    missing = measure_all(run, blocks, options.gpus)
+    try:
+        missing = measure_all(run, blocks, options.gpus)
+    except KeyboardInterrupt:
+        print("interrupted: the same command goes on", file=sys.stderr)
+        return 130
     if missing:
         print("not measured:", *missing, sep="\n  ", file=sys.stderr)
     return bool(missing)

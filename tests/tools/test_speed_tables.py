@@ -1,7 +1,11 @@
 """README and the documentation have tables of speed: they say what the data say, and one command measures the data."""
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,11 +144,30 @@ def test_it_goes_on_where_it_was_and_names_what_is_missing(measure, capsys):
     assert (status, [model for model, *_ in calls]) == (0, ["Llama-3.1-8B"])
 
 
+def test_an_interruption_starts_nothing_more(tmp_path):
+    python, calls = tmp_path / "python", tmp_path / "calls"
+    python.write_text(f"#!/bin/sh\necho started >> {calls}\nexec sleep 60\n")
+    python.chmod(0o755)
+    script = str(ROOT / "benchmarks" / "measure_speed.py")
+    command = [sys.executable, script, str(tmp_path / "out"), "--plain", str(python), "--commit", "abc1234"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        while not calls.exists() and process.poll() is None:
+            time.sleep(0.01)
+        os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to the script and to what it has started.
+        _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "interrupted: the same command goes on" in errors
+    assert calls.read_text() == "started\n"
+    assert not list((tmp_path / "out").glob("*.json"))
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
         (("--models", "Qwen3-5B"), "--models: the tables have no Qwen3-5B"),
         ((), "give --plain, --extra or both"),
+        (("--extra", "no/python"), "--extra no/python: there is no such program"),
+        (("--plain", sys.executable, "--gpus", "1", "1"), "--gpus 1 1: names a GPU twice"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(measure, capsys, args, message):
