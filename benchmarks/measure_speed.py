@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -32,6 +33,7 @@ from typing import NamedTuple
 from speed_data import INSTALLS, ROOT, Setup, put, reduced
 
 _CEILINGS = "bandwidth", "flops", "fp8_flops"
+_INTERRUPTED = -signal.SIGINT, 130  # statuses of bench.py after Ctrl-C
 _OPTIONS = "quantization", "kv_cache_dtype", "state_dtype"
 
 
@@ -129,6 +131,8 @@ class Run:
         with report.with_suffix(".log").open("w") as log:
             env = os.environ | {"CUDA_VISIBLE_DEVICES": ",".join(gpus[: block.setup.gpus])}
             status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, env=env, check=False).returncode
+        if status in _INTERRUPTED:  # Ctrl-C reached bench.py first, maybe before this process knows of it.
+            self.end = float("-inf")
         if status == 0:  # A report that is there is whole.
             found = {"install": install, "commit": self.commit, **json.loads(draft.read_text(encoding="utf-8"))}
             report.write_text(json.dumps(found, indent=1), encoding="utf-8")
@@ -154,7 +158,7 @@ def measure_all(run: Run, blocks: Sequence[Block], gpus: Sequence[str]) -> list[
     with ThreadPoolExecutor(len(gpus)) as lanes:
         try:
             missing = [name for of_gpu in lanes.map(take_blocks, gpus) for name in of_gpu]
-        except BaseException:  # Of Ctrl-C the terminal has told bench.py, too. Start nothing in its place.
+        except BaseException:  # Start nothing more. The terminal has told bench.py of Ctrl-C, too.
             run.end = float("-inf")
             raise
     for block in blocks:
