@@ -151,7 +151,7 @@ def test_an_interruption_starts_nothing_more(tmp_path):
     script = str(ROOT / "benchmarks" / "measure_speed.py")
     command = [sys.executable, script, str(tmp_path / "out"), "--plain", str(python), "--commit", "abc1234"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        while not calls.exists() and process.poll() is None:
+        while not (calls.exists() and calls.read_text()) and process.poll() is None:
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)  # As a terminal does: to the script and to what it has started.
         _, errors = process.communicate(timeout=120)
