@@ -4,14 +4,15 @@
     python benchmarks/measure_speed.py out --plain venv/bin/python --models Qwen3-8B gpt-oss-20b --minutes 20
     python benchmarks/measure_speed.py out --put
     python benchmarks/speed_tables.py
+    python benchmarks/plot_speed.py
 
 The first commands run bench.py for one model after the other on each GPU, with both installs on the same GPU, and write
 a report of each into the folder `out`. What is there already is not measured again, so the same command goes on after
 an interruption; what failed is named at the end, with the log beside its report. `--put` puts the reports into
-docs/data/speed.json, and speed_tables.py writes the tables.
+docs/data/speed.json, speed_tables.py writes the tables, and plot_speed.py draws README's picture.
 
-All rows of a table should be of one commit, one kind of card, and a host that does nothing else. All of them take about
-an hour on one H200.
+All rows of a table should be of one commit, one kind of card, and a host that does nothing else. With both installs
+the workloads alone take 50 minutes on one H200, and each start of bench.py some more.
 """
 
 import argparse
@@ -169,15 +170,26 @@ def measure_all(run: Run, blocks: Sequence[Block], gpus: Sequence[str]) -> list[
     return missing
 
 
-def read_reports(folder: Path, card: str) -> list[dict]:
-    """Rows of speed.json from the reports in a folder, in the order of BLOCKS."""
+def read_reports(folder: Path, card: str, blocks: Sequence[Block] = BLOCKS) -> list[dict]:
+    """Rows of speed.json from the reports in a folder, in the order of the blocks.
+
+    Raises ValueError where a file is no report, or of another card, or where there is none.
+    """
     rows = []
-    for block in BLOCKS:
+    for block in blocks:
         for install in INSTALLS:
             file = folder / f"{block.name}_{install}.json"
             if file.exists():
-                report = json.loads(file.read_text(encoding="utf-8"))
-                rows.append(reduced(report, block.setup._replace(card=card), install, report["commit"]))
+                try:
+                    report = json.loads(file.read_text(encoding="utf-8"))
+                    rows.append(reduced(report, block.setup._replace(card=card), install, report["commit"]))
+                    device = report["device"]
+                except (ValueError, KeyError, TypeError) as error:
+                    raise ValueError(f"{file}: is no report of this script ({error!r})") from error
+                if card not in device:
+                    raise ValueError(f"{file}: was measured on {device}, not on {card}: give --card")
+    if not rows:
+        raise ValueError(f"{folder}: has no reports of these models")
     return rows
 
 
@@ -206,8 +218,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(options.models or ()) - {block.setup.model for block in BLOCKS}
     if unknown:
         parser.error(f"--models: the tables have no {', '.join(sorted(unknown))}")
+    blocks = [block for block in BLOCKS if options.models is None or block.setup.model in options.models]
+    if options.folder.exists() and not options.folder.is_dir():
+        parser.error(f"{options.folder}: is no folder")
     if options.put:
-        put(read_reports(options.folder, options.card))
+        try:
+            rows = read_reports(options.folder, options.card, blocks)
+        except ValueError as error:
+            parser.error(str(error))
+        put(rows)
+        print(f"put {len(rows)} reports into docs/data/speed.json")
         return 0
     pythons = {install: python for install in INSTALLS if (python := getattr(options, install))}
     if not pythons:
@@ -219,10 +239,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"--gpus {' '.join(options.gpus)}: names a GPU twice")
     given = {name: value for name in _CEILINGS if (value := getattr(options, name)) is not None}
     ceilings = [each for name, value in given.items() for each in ("--" + name.replace("_", "-"), str(value))]
+    try:
+        commit = options.commit or find_commit()
+    except (OSError, subprocess.CalledProcessError):
+        parser.error("--commit: give it, because git does not know this tree")
+    for file in options.folder.glob("*.json"):
+        if (there := json.loads(file.read_text(encoding="utf-8")).get("commit")) != commit:
+            parser.error(f"{file}: is of commit {there}, and the tree of {commit}: name another folder")
     options.folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes
-    run = Run(options.folder.resolve(), pythons, ceilings, options.commit or find_commit(), end)
-    blocks = [block for block in BLOCKS if options.models is None or block.setup.model in options.models]
+    run = Run(options.folder.resolve(), pythons, ceilings, commit, end)
     try:
         missing = measure_all(run, blocks, options.gpus)
     except KeyboardInterrupt:

@@ -21,7 +21,7 @@ workloads = args[args.index("--workload") + 1 : args.index("--passes")]
 with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps([model, os.environ["CUDA_VISIBLE_DEVICES"], args]) + "\\n")
 measured = dict(passes=[dict(seconds=0.5)], tokens=100, seconds=0.5, throughput=200.0, share_of_floor=0.25)
-report = dict(packages={{}}, host={{}}, engine={{}}, bandwidth=1e12, flops=1e14, layer_flops=1e14)
+report = dict(device="NVIDIA H200", packages={{}}, host={{}}, engine={{}}, bandwidth=1e12, flops=1e14, layer_flops=1e14)
 report["workloads"] = {{name: measured for name in workloads}}
 with open(args[args.index("--json") + 1], "w") as file:
     json.dump(report, file)
@@ -142,6 +142,9 @@ def test_it_goes_on_where_it_was_and_names_what_is_missing(measure, capsys):
     assert (status, calls) == (1, [])
     status, calls = measure(*models)
     assert (status, [model for model, *_ in calls]) == (0, ["Llama-3.1-8B"])
+    with pytest.raises(SystemExit):
+        measure(*models, "--commit", "def5678")
+    assert "is of commit abc1234, and the tree of def5678: name another folder" in capsys.readouterr().err
 
 
 def test_an_interruption_starts_nothing_more(tmp_path):
@@ -174,6 +177,32 @@ def test_what_cannot_be_measured_is_refused(measure, capsys, args, message):
     with pytest.raises(SystemExit):
         measure(*args, install=())
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "has no reports of these models"),
+        ('{"install": "plain", "com', "Qwen3-4B_plain.json: is no report"),
+        ("[]", "Qwen3-4B_plain.json: is no report"),
+        ('{"commit": "abc1234"}', "Qwen3-4B_plain.json: is no report"),
+    ],
+)
+def test_what_is_no_report_is_not_put(tmp_path, text, message):
+    from measure_speed import read_reports
+
+    if text is not None:
+        (tmp_path / "Qwen3-4B_plain.json").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_reports(tmp_path, "H200")
+
+
+def test_reports_of_another_card_are_not_put(measure, tmp_path):
+    from measure_speed import read_reports
+
+    measure("--models", "Qwen3-4B")
+    with pytest.raises(ValueError, match="was measured on NVIDIA H200, not on H100: give --card"):
+        read_reports(tmp_path / "out", "H100")
 
 
 def test_a_document_without_a_place_for_its_table():
