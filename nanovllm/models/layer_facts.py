@@ -154,13 +154,18 @@ def _kind_of(layer: DecoderLayer) -> tuple:
 
 @contextmanager
 def few_layers(model: DecoderForCausalLM | PlainQwen3) -> Iterator[None]:
-    """A block in which the model has its first layer, its last one, and one of each other kind: they launch every
-    kernel that any layer does. A plain model keeps all of them."""
+    """A block in which the model has its first layer, its last one, one of each other kind, and one of the first one's
+    kind behind another layer: they launch every kernel that any layer does. In fp8 a layer may leave its result to be
+    added by the next one, which is another kernel; and the last layer computes fewer rows. A plain model keeps all of
+    them."""
     layers: Any = model.model.layers
     if isinstance(model, PlainQwen3):
         yield
         return
     indices = {*one_of_each_kind(layers), len(layers) - 1}
+    first, *others = (_kind_of(layer) for layer in layers)
+    if first in others and first != others[-1]:
+        indices.add(1 + others.index(first))
     model.model.layers = nn.ModuleList(layers[i] for i in sorted(indices))
     try:
         yield

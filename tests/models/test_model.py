@@ -94,10 +94,20 @@ def test_parameters_of_a_layer(model):
 
 @pytest.mark.parametrize(
     ("ropes", "expected"),
-    [([1], [0]), ([1, 1, 1, 1], [0, 3]), ([1, 1, 0, 1, 0, 1], [0, 2, 5]), ([0, 1, 1, 0], [0, 1, 3])],
+    [
+        ([1], [0]),
+        ([1, 1, 1, 1], [0, 3]),
+        ([1, 1, 0, 1, 0, 1], [0, 2, 5]),
+        ([0, 1, 1, 0], [0, 1, 3]),
+        ([0, 0, 0, 1, 0, 0, 0, 1], [0, 1, 3, 7]),
+        ([0, 1, 0, 1], [0, 1, 2, 3]),
+        ([0, 1, 1], [0, 1, 2]),
+    ],
 )
 def test_few_layers_have_one_of_each_kind(ropes, expected):
-    """For CUDA graphs and compilation: they must launch every variant of the kernels."""
+    """For CUDA graphs and compilation: they must launch every variant of the kernels. One of the first layer's kind is
+    behind another, whose result it may have to add, and one of each other kind is not the last, which computes fewer
+    rows."""
     rope = RopeParameters()
 
     class Family(Qwen3ForCausalLM):
