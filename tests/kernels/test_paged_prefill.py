@@ -13,7 +13,9 @@ from prefill_cases import check, cu_seqlens, make_case
 
 from nanovllm.kernels import shared_memory
 from nanovllm.kernels.attention import paged_prefill as kernel
+from nanovllm.kernels.attention.hopper_prefill import can_attend, choose_hopper_tiles
 from nanovllm.kernels.attention.paged_prefill import choose_tiles, paged_prefill
+from nanovllm.kernels.gluon_stub import HAS_GLUON
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.layers.backends.torch_backend import prefill_attention_torch
 
@@ -125,6 +127,41 @@ def test_tiles_fit_shared_memory(monkeypatch, padded_dim, itemsize, is_hopper, k
             assert tiles.rows >= 16
             if kibibytes == 227:
                 assert tiles == kernel._fastest_tiles(padded_dim, itemsize, max_rows, paged)
+
+
+@pytest.mark.skipif(not HAS_GLUON, reason="this Triton has no Gluon that the kernel is written in")
+def test_hopper_is_asked_for_what_its_kernel_can_attend(monkeypatch):
+    """Triton's interpreter doesn't run it. The tests below do on a GPU, and `scripts/compile_for_cards.py` compiles it.
+    Its loads need tiles within a block, and addresses and strides of 16 bytes."""
+
+    def is_asked(heads, max_seqlen_q=500, block_size=None, dtype=torch.bfloat16, cache_dtype=None, skipped=0):
+        num_heads, num_kv_heads, head_dim = heads
+        width = (num_heads + 2 * num_kv_heads) * head_dim + skipped
+        qkv = torch.empty(600, width, dtype=dtype)[:, skipped:].unflatten(1, (-1, head_dim))
+        q, k, v = qkv.split((num_heads, num_kv_heads, num_kv_heads), dim=1)
+        if block_size is not None:
+            k = v = torch.empty(2, block_size, num_kv_heads, head_dim, dtype=cache_dtype or dtype)
+        return can_attend(q, k, v, max_seqlen_q, block_size is not None)
+
+    assert not is_asked((8, 2, 64)), "a CPU"
+    monkeypatch.setattr(GpuFacts, "is_hopper", True)
+    for head_dim in (64, 128, 256, 512):
+        for max_seqlen_q in (128, 511, 512):
+            for block_size in (None, 64, 128, 256):
+                assert is_asked((8, 2, head_dim), max_seqlen_q, block_size, torch.float16)
+                tiles = choose_hopper_tiles(head_dim, max_seqlen_q, block_size)
+                assert tiles.keys <= (block_size or tiles.keys)
+        assert not is_asked((8, 2, head_dim), block_size=32)
+        assert not is_asked((8, 2, head_dim), dtype=torch.float32)
+        assert not is_asked((8, 2, head_dim), block_size=64, cache_dtype=torch.float8_e4m3fn)
+        assert not is_asked((8, 2, head_dim), skipped=1)
+        assert is_asked((8, 2, head_dim), skipped=8)
+    assert not any(is_asked((8, 2, head_dim)) for head_dim in (32, 80, 96))
+    assert not is_asked((16, 8, 128)), "a group that does not pay"
+    assert not is_asked((8, 2, 128), 127), "too few queries"
+    assert is_asked((16, 8, 256), 1)
+    pretend_gpu(monkeypatch, GpuFacts.of(torch.device("cpu")), shared_bytes=163 * 1024)
+    assert not is_asked((8, 2, 256)), "too little shared memory"
 
 
 def test_a_batch_without_tokens_has_no_output(device):
