@@ -375,9 +375,10 @@ def launches(
     return found
 
 
-# Prefills as requests ask for them: sequences, new tokens of each, and tokens that are cached.
+# Prefills as requests ask for them: sequences, new tokens of each, and tokens that are cached. The new ones fit into a
+# step of the default size.
 _LATER_PREFILLS = (
-    *((8, 2000, 0), (1, 2112, 0), (30, 550, 0), (64, 250, 0), (200, 80, 0), (3, 127, 0), (500, 32, 0), (7, 2, 0)),
+    *((8, 2000, 0), (1, 2112, 0), (29, 550, 0), (64, 250, 0), (200, 80, 0), (3, 127, 0), (500, 32, 0), (7, 2, 0)),
     *((200, 64, 2048), (100, 100, 512), (17, 300, 256), (4, 2000, 2000), (2, 1, 300)),
 )
 
@@ -571,13 +572,13 @@ def _cpu_seconds() -> float:
     return sum(os.times()[:4])
 
 
-def print_missed(cards: list[int], models: list[str]) -> bool:
+def print_missed(cards: list[int], models: list[str], quantization: str | None) -> bool:
     """Print what later prefills would compile. Returns whether there is anything."""
     has_missed = False
     for capability in cards:
         with pretended_card(capability) as device:
             for model in models:
-                missed = missed_by_start(model, {}, device)
+                missed = missed_by_start(model, {"quantization": quantization}, device)
                 has_missed |= bool(missed)
                 for each in missed:
                     print(f"sm_{capability} {model}: {each.name} {each.options}")
@@ -592,10 +593,13 @@ def main() -> None:
     parser.add_argument("--all", action="store_true", help="every variant, not the largest of each kind")
     parser.add_argument("--quick", action="store_true", help="few models, and only what is cut to a card's memory")
     parser.add_argument("--later-steps", action="store_true", help="look for what would be compiled in mid-run")
+    parser.add_argument("--quantization", help="of the models of --later-steps, as for LLM")
     arguments = parser.parse_args()
+    if arguments.quantization and not arguments.later_steps:
+        parser.error("--quantization: without --later-steps, all formats are compiled")
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     if arguments.later_steps:
-        sys.exit(print_missed(arguments.cards, arguments.models))
+        sys.exit(print_missed(arguments.cards, arguments.models, arguments.quantization))
     all_errors, never_launched = [], all_kernels()
     for capability in arguments.cards:
         start, errors = _cpu_seconds(), []
