@@ -134,8 +134,6 @@ def _route_kernel(
     total = tl.sum(tl.where(is_expert, tl.exp(logit.to(tl.float32) - highest), 0.0), axis=1, keep_dims=True)
     if NORMALIZE:
         total = tl.sum(weight, axis=1, keep_dims=True)
-    # Rows that are not finite may choose any number.
-    chosen = tl.minimum(chosen, num_experts - 1)
     weight /= total
     if scales is not None:
         weight *= tl.load(scales + chosen).to(tl.float32)
@@ -161,7 +159,8 @@ def route(
     """Each token's experts, the most probable first, and their probabilities, which weight them.
 
     Args:
-        logits: of the router, `[num_tokens, num_experts]`, any float dtype; rows contiguous, at most MAX_EXPERTS.
+        logits: of the router, `[num_tokens, num_experts]`, bfloat16, float16 or float32; rows contiguous, at most
+            MAX_EXPERTS.
         normalize: whether a token's weights are divided by their sum.
         context_lens: int32 [num_tokens]; a token with 0 is padding and gets no expert. None: no token is padding.
         scales: `[num_experts]`, any float dtype, which then multiply the weights; None for ones.
