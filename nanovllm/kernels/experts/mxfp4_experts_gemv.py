@@ -77,8 +77,8 @@ def _number(bits, COMPILED: tl.constexpr):
 
 @triton.jit
 def _numbers(words, COMPILED: tl.constexpr):
-    """Of words [pairs, rows, 1, 2] the 16 numbers of each pair, times 2^-126: [pairs, rows, 1, 16]. First the eight of
-    the bytes' low halves."""
+    """Of words [pairs, rows, 1, 2] the 16 numbers of each pair, times 2^-126: [pairs, rows, 1, 16]. The two of a byte
+    are side by side, the low half's first."""
     if COMPILED:
         a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
             _FLOATS, "=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r", [words], (tl.int32,) * 8, is_pure=True, pack=1
