@@ -22,7 +22,8 @@ def held_stages(num_stages: int, device: torch.device) -> int:
     return num_stages if GpuFacts.of(device).reads_shared_operands else max(num_stages - 1, 1)
 
 
-def fitting_stages(stage_bytes: int, num_stages: int, device: torch.device) -> int:
-    """The most stages of this size that fit, up to num_stages; 0 if a pipeline of two does not."""
+def fitting_stages(stage_bytes: int, num_stages: int, device: torch.device, other_bytes: int = 0) -> int:
+    """The most stages of this size that fit, up to num_stages; 0 if a pipeline of two does not. other_bytes: what a
+    program holds beside the pipeline."""
     stages = range(num_stages, min(num_stages, 2) - 1, -1)
-    return next((n for n in stages if fits(stage_bytes * held_stages(n, device), device)), 0)
+    return next((n for n in stages if fits(stage_bytes * held_stages(n, device) + other_bytes, device)), 0)

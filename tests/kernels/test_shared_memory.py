@@ -47,6 +47,12 @@ def test_stages_are_as_many_as_fit(card, kibibytes, is_hopper, stages):
     assert fitting_stages(48 * KIB, 4, CPU) == stages
 
 
+@pytest.mark.parametrize(("kibibytes", "stages"), [(227, 3), (99, 0)])
+def test_stages_leave_room_for_what_else_a_program_holds(card, kibibytes, stages):
+    card(kibibytes, True)
+    assert fitting_stages(48 * KIB, 4, CPU, other_bytes=40 * KIB) == stages
+
+
 @pytest.mark.parametrize(("kibibytes", "itemsize", "fits"), [(99, 2, True), (99, 4, False), (163, 4, True)])
 def test_the_result_of_a_tile_has_to_fit_too(card, kibibytes, itemsize, fits):
     """In float32 that of 128 x 256 is larger than a stage."""

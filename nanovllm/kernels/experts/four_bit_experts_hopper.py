@@ -32,7 +32,7 @@ from nanovllm.kernels.gluon_stub import (
 from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import UNIT, FourBit, check_four_bit
-from nanovllm.kernels.shared_memory import fits
+from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.silu_and_mul import SWIGLU, Activation, gated
 from nanovllm.kernels.triton_stub import triton
 
@@ -54,11 +54,8 @@ class FourBitExpertsHopperConfig(NamedTuple):
 
     def fitted(self, device: torch.device) -> "FourBitExpertsHopperConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
-        for num_stages in range(self.num_stages, 1, -1):
-            config = self._replace(num_stages=num_stages)
-            if fits(config.shared_bytes, device):
-                return config
-        return None
+        num_stages = fitting_stages(self.stage_bytes, self.num_stages, device)
+        return self._replace(num_stages=num_stages) if num_stages else None
 
     @property
     def stage_bytes(self) -> int:

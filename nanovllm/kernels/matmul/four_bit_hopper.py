@@ -33,7 +33,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.launch import launcher
 from nanovllm.kernels.matmul.four_bit import DTYPES, FourBit, check_four_bit
 from nanovllm.kernels.matmul.linear_checks import check_result
-from nanovllm.kernels.shared_memory import fits
+from nanovllm.kernels.shared_memory import fitting_stages
 from nanovllm.kernels.triton_stub import triton
 
 _STEP = 128  # columns of a step: a group
@@ -52,20 +52,21 @@ class FourBitHopperConfig(NamedTuple):
 
     def fitted(self, device: torch.device) -> "FourBitHopperConfig | None":
         """These constants, with as many stages as the card's shared memory holds; None if it does not hold two."""
-        for num_stages in range(self.num_stages, 1, -1):
-            config = self._replace(num_stages=num_stages)
-            if fits(config.shared_bytes, device):
-                return config
-        return None
+        num_stages = fitting_stages(self.stage_bytes, self.num_stages, device, self.result_bytes)
+        return self._replace(num_stages=num_stages) if num_stages else None
 
     @property
     def stage_bytes(self) -> int:
         return _STEP // 2 * self.rows + _STEP * 2 * self.tokens
 
     @property
+    def result_bytes(self) -> int:
+        """Of a tile's results, which leave by the accelerator if it is whole."""
+        return 0 if self.shares else 2 * self.rows * self.tokens
+
+    @property
     def shared_bytes(self) -> int:
-        """With the results of a tile, which leave by the accelerator if it is whole."""
-        return self.num_stages * self.stage_bytes + (0 if self.shares else 2 * self.rows * self.tokens)
+        return self.num_stages * self.stage_bytes + self.result_bytes
 
 
 def can_multiply(weight: FourBit, dtype: torch.dtype) -> bool:
