@@ -32,7 +32,6 @@ from nanovllm.layers.matmul.candidates import (
     four_bit_experts,
     four_bit_experts_gemv,
     grouped_experts,
-    mxfp4_experts_gemv,
 )
 from nanovllm.layers.matmul.candidates.expert_tiles import ExpertTiles
 from nanovllm.layers.matmul.candidates.experts_gemv import ExpertsGemv
@@ -47,7 +46,6 @@ NUM_EXPERTS, TOP_K, NUM_TOKENS = 6, 3, 4
 # The third rank of these has no work, the second none of the last token.
 RANKS = range(2), range(2, 4), range(4, 6)
 MODULES = dequantized, expert_tiles, experts_gemv, four_bit_experts, four_bit_experts_gemv, grouped_experts
-MODULES += (mxfp4_experts_gemv,)
 TILES, GEMV = ((16, 16, 16, 4, 2), (16, 32, 16, 4, 2)), ((16, 64, 2), (16, 64, 2))
 IN_FP8 = (16, 32, 32, 4, 2), (16, 32, 32, 4, 2)
 TILES_4BIT, GEMV_4BIT = ((16, 32, 64, 2, 3), (16, 32, 64, 2, 3)), ((16, 1, 3), (16, 2, 3))

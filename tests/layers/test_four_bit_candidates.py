@@ -38,7 +38,6 @@ from nanovllm.layers.matmul.candidates import (
     four_bit_gemv,
     four_bit_tiles,
     int4_gemv,
-    mxfp4_experts_gemv,
 )
 from nanovllm.layers.matmul.candidates import four_bit_experts_hopper as experts_hopper_candidate
 from nanovllm.layers.matmul.candidates import four_bit_hopper as hopper_candidate
@@ -55,7 +54,7 @@ DEVICE = torch.device("cpu")
 @pytest.fixture
 def kernels_everywhere(monkeypatch):
     modules = four_bit_experts, four_bit_experts_gemv, four_bit_gemv, four_bit_tiles, int4_gemv
-    launch_everywhere(monkeypatch, *modules, mxfp4_experts_gemv, experts_hopper_candidate)
+    launch_everywhere(monkeypatch, *modules, experts_hopper_candidate)
 
 
 def assert_close(found, expected) -> None:
