@@ -13,6 +13,7 @@ from nanovllm.kernels.gpu import GpuFacts
 from nanovllm.kernels.matmul import gemv as gemv_kernels
 from nanovllm.kernels.matmul import split_k as split_k_kernels
 from nanovllm.kernels.matmul.gemv import GemvConfig
+from nanovllm.kernels.matmul.split_k import SplitKConfig
 from nanovllm.kernels.rms_norm import rms_norm
 from nanovllm.layers.attention import Attention
 from nanovllm.layers.backends.backend import AttentionShape
@@ -25,7 +26,7 @@ from nanovllm.layers.matmul.candidates.gemv import Gemv
 from nanovllm.layers.matmul.candidates.split_k import SplitK
 from nanovllm.layers.matmul.matmul import Matmul
 from nanovllm.layers.matmul.row import Row
-from nanovllm.layers.matmul.table import Choice, Key, Table
+from nanovllm.layers.matmul.table import Choice, Key, Table, package_table
 from nanovllm.layers.parallel.rank_sums import posted_constants
 from nanovllm.layers.parallel.tensor_parallel import TensorParallel
 from nanovllm.models.layer_facts import layer_products
@@ -71,6 +72,22 @@ def test_the_split_k_kernel_takes_few_tokens_or_few_rows(kernels_everywhere, num
     for num_tokens, is_taken in ((most_tokens, True), (most_tokens + 1, False)):
         found = candidate.launch(problem("linear", torch.zeros(num_tokens, 32).half(), weight), (16, 32, 1, 2, 0))
         assert (found is not None) == is_taken
+
+
+@pytest.mark.parametrize("num_rows", [32, 64])
+def test_the_tuner_tries_the_splits_that_the_table_has_for_few_rows(num_rows):
+    rows = {key: row for key, row in package_table("NVIDIA H200").rows.items() if num_rows == key.N}
+    chosen = {
+        (key, num_tokens, SplitKConfig(*choice.constants))
+        for key, row in rows.items()
+        for num_tokens, choices in zip(row.bounds, row.choices, strict=True)
+        for choice in choices
+        if choice.candidate == SplitK.name
+    }
+    assert chosen
+    for key, num_tokens, config in chosen:
+        assert config in set(SplitK.challengers(key, num_tokens, 1, 132))
+    assert not list(SplitK.challengers(next(iter(rows)), 1025, 1, 132))
 
 
 def test_what_the_gemv_kernel_takes(kernels_everywhere):

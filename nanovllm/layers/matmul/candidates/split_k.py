@@ -20,8 +20,8 @@ from nanovllm.layers.matmul.table import Key
 
 
 class SplitK(Candidate):
-    """It is for weights in fp8, or for up to 128 tokens and weights with few rows, a router's for up to 1,024.
-    constants: a `SplitKConfig`'s."""
+    """It is for weights in fp8, or for up to 128 tokens and weights with few rows. With at most 64 rows, such as a
+    router's, these may have 1,024 tokens. constants: a `SplitKConfig`'s."""
 
     name = "split-k"
     operations = ("linear", "linear_silu", "linear_add", "linear_sum")
@@ -68,7 +68,14 @@ class SplitK(Candidate):
         format = format_of_table(key.format)
         if isinstance(format, Fp8):
             yield from _challengers_in_fp8(key, num_tokens, num_multiprocessors, format.is_blocked)
-        elif num_tokens <= kernels.MAX_TOKENS:
+        elif num_tokens > kernels.max_tokens(key.N):
+            return
+        elif kernels.max_tokens(key.N) > kernels.MAX_TOKENS:
+            # Few tokens of so few rows give most multiprocessors no program, however K is split.
+            for tile_rows, tile_k, tile_tokens, splits in product((16, 32), (128, 256), (16, 64), (4, 8)):
+                if 2 * tile_k * splits <= key.K:
+                    yield SplitKConfig(tile_rows, tile_k, splits, 4, 0, tile_tokens)
+        else:
             for tile_rows in (16, 32, 64):
                 for splits in (1, 2, 4, 8):
                     programs = -(-key.N // tile_rows) * splits * -(-num_tokens // kernels.TILE_TOKENS)
@@ -76,10 +83,6 @@ class SplitK(Candidate):
                     if 512 * splits <= key.K and is_enough:
                         yield tile_rows, 128, splits, 6, 1024
                         yield tile_rows, 128, splits, 4, 0
-        elif num_tokens <= kernels.max_tokens(key.N):
-            for tile_rows, tile_tokens, splits in product((16, 32), (16, 64), (4, 8)):
-                if 256 * splits <= key.K:
-                    yield SplitKConfig(tile_rows, 128, splits, 4, 0, tile_tokens)
 
 
 def _challengers_in_fp8(key: Key, num_tokens: int, num_multiprocessors: int, in_blocks: bool) -> Iterator[tuple]:
