@@ -43,7 +43,7 @@ from nanovllm.layers.matmul.candidates import four_bit_experts_hopper as experts
 from nanovllm.layers.matmul.candidates import four_bit_hopper as hopper_candidate
 from nanovllm.layers.matmul.candidates.four_bit import four_bit
 from nanovllm.layers.matmul.problem import ExpertsProblem
-from nanovllm.layers.matmul.table import Key
+from nanovllm.layers.matmul.table import Key, package_table
 
 H200 = 132
 FORMATS = {"int4": Int4(), "mxfp4": Mxfp4()}
@@ -228,6 +228,10 @@ def test_challengers_of_experts_on_hopper_fit_its_memory():
         for each in found:
             assert all(config.fitted(DEVICE) == config for config in each)
     assert not list(FourBitExpertsHopper.challengers(key._replace(format="int4"), 64, 4, H200))
+    row = package_table("NVIDIA H200").rows[key]
+    for num_tokens, choices in zip(row.bounds, row.choices, strict=True):
+        tried = set(FourBitExpertsHopper.challengers(key, num_tokens, 4, H200))
+        assert {each.constants for each in choices if each.candidate == FourBitExpertsHopper.name} <= tried
 
 
 @pytest.mark.skipif(not HAS_GLUON, reason="this Triton has no Gluon that the kernel is written in")

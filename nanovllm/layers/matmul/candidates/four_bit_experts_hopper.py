@@ -53,9 +53,9 @@ class FourBitExpertsHopper(Candidate):
         if not cls.is_for(key):
             return
         mean = num_tokens * top_k / key.experts
-        for config in _CONFIGS:
-            if min(mean, 64) <= config.tokens <= max(32, 4 * mean):
-                yield config, config
+        for gate_up, down in _PAIRS:
+            if min(mean, 64) <= gate_up.tokens <= max(32, 4 * mean):
+                yield gate_up, down
 
 
 _CONFIGS = tuple(
@@ -69,3 +69,5 @@ _CONFIGS = tuple(
         (128, 64, 128, 4),
     )
 )
+# The activation takes registers, so a wide tile may have fewer rows in gate_up than in down.
+_PAIRS = (*((each, each) for each in _CONFIGS), _CONFIGS[-2:])
