@@ -192,9 +192,10 @@ def test_experts_on_hopper_get_a_row_for_each_pair(tiles_for_hopper):
     lens[2] = 0
     biases = torch.randn(num_experts, 2 * intermediate).to(DTYPE), torch.randn(num_experts, hidden_size).to(DTYPE)
     key, config = Key.of("experts", False, gate_up), (16, 16, 64, 2)
-    for given, add in ((x, True), (Normed(x, norm), False)):
+    # All experts, or those of a rank among seven.
+    for given, add, mine in ((x, True, None), (Normed(x, norm), False, None), (x, True, range(1, 6))):
         options = gate_up, down, top_k, True, out.clone(), add, lens, *biases, Activation(alpha=1.7, limit=2.0)
-        asked = ExpertsProblem(key, given, torch.randn(9, num_experts), *options)
+        asked = ExpertsProblem(key, given, torch.randn(9, num_experts if mine is None else 7), *options, mine=mine)
         expected = default_result(asked._replace(out=out.clone()))
         assert_close(FourBitExpertsHopper().launch(asked, (config, config))[lens > 0], expected[lens > 0])
 
