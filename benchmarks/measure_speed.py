@@ -34,6 +34,7 @@ from typing import NamedTuple
 from speed_data import INSTALLS, ROOT, Setup, put, reduced
 
 _CEILINGS = "bandwidth", "flops", "fp8_flops"
+_EXTRA_PACKAGES = ["flash-attn-4", "quack-kernels"]
 _INTERRUPTED = -signal.SIGINT, 130  # statuses of bench.py after Ctrl-C
 _OPTIONS = "quantization", "kv_cache_dtype", "state_dtype"
 
@@ -173,7 +174,7 @@ def measure_all(run: Run, blocks: Sequence[Block], gpus: Sequence[str]) -> list[
 def read_reports(folder: Path, card: str, blocks: Sequence[Block] = BLOCKS) -> list[dict]:
     """Rows of speed.json from the reports in a folder, in the order of the blocks.
 
-    Raises ValueError where a file is no report, or of another card, or where there is none.
+    Raises ValueError where a file is no report, or of another card or other packages, or where there is none.
     """
     rows = []
     for block in blocks:
@@ -183,11 +184,16 @@ def read_reports(folder: Path, card: str, blocks: Sequence[Block] = BLOCKS) -> l
                 try:
                     report = json.loads(file.read_text(encoding="utf-8"))
                     rows.append(reduced(report, block.setup._replace(card=card), install, report["commit"]))
-                    device = report["device"]
+                    device, packages = report["device"], report["packages"]
                 except (ValueError, KeyError, TypeError) as error:
                     raise ValueError(f"{file}: is no report of this script ({error!r})") from error
                 if card not in device:
                     raise ValueError(f"{file}: was measured on {device}, not on {card}: give --card")
+                has = [name for name in _EXTRA_PACKAGES if packages.get(name) is not None]
+                wanted = _EXTRA_PACKAGES if install == "extra" else []
+                if has != wanted:
+                    found, asked = (" and ".join(names) or "no extra packages" for names in (has, wanted))
+                    raise ValueError(f"{file}: was measured with {found}, and --{install} is for {asked}")
     if not rows:
         raise ValueError(f"{folder}: has no reports of these models")
     return rows
@@ -244,7 +250,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (OSError, subprocess.CalledProcessError):
         parser.error("--commit: give it, because git does not know this tree")
     for file in options.folder.glob("*.json"):
-        if (there := json.loads(file.read_text(encoding="utf-8")).get("commit")) != commit:
+        try:
+            there = json.loads(file.read_text(encoding="utf-8"))["commit"]
+        except (ValueError, KeyError, TypeError):
+            parser.error(f"{file}: is no report of this script: remove it, or name another folder")
+        if there != commit:
             parser.error(f"{file}: is of commit {there}, and the tree of {commit}: name another folder")
     options.folder.mkdir(parents=True, exist_ok=True)
     end = time.monotonic() + 60 * options.minutes

@@ -21,7 +21,9 @@ workloads = args[args.index("--workload") + 1 : args.index("--passes")]
 with open(os.environ["CALLS"], "a") as file:
     file.write(json.dumps([model, os.environ["CUDA_VISIBLE_DEVICES"], args]) + "\\n")
 measured = dict(passes=[dict(seconds=0.5)], tokens=100, seconds=0.5, throughput=200.0, share_of_floor=0.25)
-report = dict(device="NVIDIA H200", packages={{}}, host={{}}, engine={{}}, bandwidth=1e12, flops=1e14, layer_flops=1e14)
+is_extra = args[args.index("--json") + 1].endswith("_extra.draft")
+report = dict(device="NVIDIA H200", host={{}}, engine={{}}, bandwidth=1e12, flops=1e14, layer_flops=1e14)
+report["packages"] = {{name: "1.0" if is_extra else None for name in os.environ["EXTRA"].split()}}
 report["workloads"] = {{name: measured for name in workloads}}
 with open(args[args.index("--json") + 1], "w") as file:
     json.dump(report, file)
@@ -44,10 +46,11 @@ def measure(tmp_path, monkeypatch):
     python.write_text(INTERPRETER)
     python.chmod(0o755)
 
-    def run(*args, fails="", install=("--plain",)):
+    def run(*args, fails="", extra="flash-attn-4 quack-kernels", install=("--plain",)):
         calls.write_text("")
         monkeypatch.setenv("CALLS", str(calls))
         monkeypatch.setenv("FAILS", fails)
+        monkeypatch.setenv("EXTRA", extra)
         pythons = [each for name in install for each in (name, str(python))]
         status = main([str(tmp_path / "out"), *pythons, "--commit", "abc1234", *args])
         return status, [json.loads(line) for line in calls.read_text().splitlines()]
@@ -195,6 +198,18 @@ def test_what_is_no_report_is_not_put(tmp_path, text, message):
         (tmp_path / "Qwen3-4B_plain.json").write_text(text)
     with pytest.raises(ValueError, match=message):
         read_reports(tmp_path, "H200")
+
+
+def test_reports_of_other_packages_are_not_put(measure, tmp_path):
+    from measure_speed import read_reports
+
+    measure("--models", "Qwen3-4B", extra="quack-kernels", install=("--plain", "--extra"))
+    with pytest.raises(ValueError, match="with quack-kernels, and --extra is for flash-attn-4 and quack-kernels"):
+        read_reports(tmp_path / "out", "H200")
+    report = tmp_path / "out" / "Qwen3-4B_extra.json"
+    report.replace(report.with_stem("Qwen3-4B_plain"))
+    with pytest.raises(ValueError, match="with quack-kernels, and --plain is for no extra packages"):
+        read_reports(tmp_path / "out", "H200")
 
 
 def test_reports_of_another_card_are_not_put(measure, tmp_path):
