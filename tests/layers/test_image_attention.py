@@ -53,16 +53,22 @@ class Sequence:
         return backend.prefill(layer, self.q[tokens], self.k[tokens], self.v[tokens], context)
 
 
+IN_FLOAT32 = FixedOrderTorchBackend, torch.float32, {"rtol": 2e-5, "atol": 2e-6}
+IN_BFLOAT16 = FixedOrderTorchBackend, torch.bfloat16, {"rtol": 2**-8, "atol": 2e-6}
+BY_KERNELS = FixedOrderTritonBackend, torch.float16, {"rtol": 2**-9, "atol": 2**-9}  # Weights are rounded too.
+
+
 @pytest.mark.parametrize(
-    ("backend", "dtype", "close"),
+    ("window", "backend", "dtype", "close"),
     [
-        (FixedOrderTorchBackend, torch.float32, {"rtol": 2e-5, "atol": 2e-6}),
-        (FixedOrderTorchBackend, torch.bfloat16, {"rtol": 2**-8, "atol": 2e-6}),
-        # Weights are rounded too.
-        pytest.param(FixedOrderTritonBackend, torch.float16, {"rtol": 2**-9, "atol": 2**-9}, marks=needs_interpreter),
+        (None, *IN_FLOAT32),
+        (200, *IN_FLOAT32),  # For the image's last tokens many of its keys are outside.
+        (None, *IN_BFLOAT16),
+        (200, *IN_BFLOAT16),
+        pytest.param(None, *BY_KERNELS, marks=[needs_interpreter, pytest.mark.nightly]),
+        pytest.param(200, *BY_KERNELS, marks=[needs_interpreter, pytest.mark.slow]),
     ],
 )
-@pytest.mark.parametrize("window", [None, 200])  # For the image's last tokens many of its keys are outside.
 def test_an_image_has_the_same_bits_wherever_its_step_begins(window, backend, dtype, close):
     seq, backend = Sequence(dtype, dtype), fixed_order_images(backend())
     whole = seq.attend(backend, window, 0)
