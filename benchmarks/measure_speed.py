@@ -31,12 +31,11 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import NamedTuple
 
-from speed_data import INSTALLS, ROOT, Setup, put, reduced
+from speed_data import FORMATS, INSTALLS, ROOT, Setup, put, reduced
 
 _CEILINGS = "bandwidth", "flops", "fp8_flops"
 _EXTRA_PACKAGES = ["flash-attn-4", "quack-kernels"]
 _INTERRUPTED = -signal.SIGINT, 130  # statuses of bench.py after Ctrl-C
-_OPTIONS = "quantization", "kv_cache_dtype", "state_dtype"
 
 
 class Block(NamedTuple):
@@ -50,7 +49,7 @@ class Block(NamedTuple):
     def name(self) -> str:
         """Of its files."""
         given = [self.setup.model, f"{self.setup.gpus}-gpus" if self.setup.gpus > 1 else None]
-        given += [f"{name}-{value}" for name in _OPTIONS if (value := getattr(self.setup, name)) is not None]
+        given += [f"{name}-{value}" for name in FORMATS if (value := getattr(self.setup, name)) is not None]
         return "_".join(filter(None, given))
 
 
@@ -125,7 +124,7 @@ class Run:
         draft = report.with_suffix(".draft")
         command = [python, str(ROOT / "bench.py"), "--model", block.setup.model, "--load-format", "dummy", "-q"]
         command += ["--workload", *block.workloads, "--passes", str(block.passes), "--json", str(draft), *self.ceilings]
-        for name in _OPTIONS:
+        for name in FORMATS:
             if (value := getattr(block.setup, name)) is not None:
                 command += ["--" + name.replace("_", "-"), value]
         command += ["--tensor-parallel-size", str(block.setup.gpus)] if block.setup.gpus > 1 else []

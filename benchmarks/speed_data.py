@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 SPEED, PEERS = ROOT / "docs/data/speed.json", ROOT / "docs/data/peers.json"
 INSTALLS = "plain", "extra"
+# Options of bench.py that a row may have, by what they are of.
+FORMATS = {"quantization": "weights", "kv_cache_dtype": "KV cache", "state_dtype": "states"}
 IN_SECONDS = "prefill"  # The workload whose figure is its seconds. The others' is output tokens a second.
 
 

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from measure_speed import BLOCKS
-from speed_data import IN_SECONDS, INSTALLS, ROOT, Figure, Setup, load_figures, load_peers
+from speed_data import FORMATS, IN_SECONDS, INSTALLS, ROOT, Figure, Setup, load_figures, load_peers
 
 Tables = dict[str, Callable[[], list[str]]]  # of a document: lines by the table's name
 ENGINES = "nano-vLLM", "vLLM", "LMDeploy"
@@ -105,8 +105,8 @@ class Speeds:
 def label(setup: Setup) -> str:
     """A setup in words, such as "Qwen3-8B, weights in int4, 2 GPUs"."""
     kinds: dict[str | None, list[str]] = {}
-    for kind, format in zip(("weights", "KV cache", "states"), setup[2:5], strict=True):
-        kinds.setdefault(format, []).append(kind)
+    for option, kind in FORMATS.items():
+        kinds.setdefault(getattr(setup, option), []).append(kind)
     kinds.pop(None, None)
     parts = [re.sub("-(Base-2512|instruct|1025|1125)", "", setup.model)]
     parts += [f"{' and '.join(of_format)} in {format}" for format, of_format in kinds.items()]

@@ -79,9 +79,8 @@ def trace_steps(runner: StepRunner) -> None:
     config, block_size = runner.config, runner.config.kvcache_block_size
     most_tokens, longest = config.max_num_batched_tokens, cast(int, config.max_model_len)
     num_tokens = min(_LONG_PREFILL, most_tokens, longest)
-    compute_pretended(
-        runner, Step([pretended_sequence(num_tokens, block_size)], True, 1)
-    )  # Without a cache, as warmup_model does.
+    # Without a cache, as warmup_model does.
+    compute_pretended(runner, Step([pretended_sequence(num_tokens, block_size)], True, 1))
     trace_products(runner.model, runner.decode_inputs.max_rows, most_tokens)
     num_blocks = -(-_NUM_SLOTS // block_size)
     for store in runner.stores:
